@@ -2,7 +2,7 @@
 
 The sums are auto's (``kvchat.kv.auto``): bytes read from the card's memory and over its link by their rates, of which
 ``REACHED`` is taken. What a step costs beside its bytes (launches, choosing, waiting) is not in them: ``MEASURED`` says
-how many times as long each way took where it was measured.
+how many times as long each setup took where it was measured.
 
 A round of drafts costs its drafts, each of which reads what is on the device, and one step that reads everything for
 all of them (Leviathan et al., arXiv:2211.17192, section 3.3, with the costs of this step).
@@ -20,7 +20,7 @@ from kvchat.engine.plan import Observed, observe
 from kvchat.engine.runner import CHUNK
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, resolve
 from kvchat.kv import auto
-from kvchat.kv.auto import Conversation, Machine, Way
+from kvchat.kv.auto import Conversation, Machine, Setup
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import available
 from kvchat.kv.modes.drafting import LENGTHS
@@ -78,9 +78,9 @@ CARDS = {
 
 @dataclass(frozen=True)
 class CardCosts:
-    """Milliseconds a token, by way and by the tokens stored, None where it does not fit; ``weights`` are bytes.
+    """Milliseconds a token, by setup and by the tokens stored, None where it does not fit; ``weights`` are bytes.
 
-    ``floor_ms`` is the time to read the weights, ``measured`` the ``MEASURED`` of each way that has one.
+    ``floor_ms`` is the time to read the weights, ``measured`` the ``MEASURED`` of each setup that has one.
     """
 
     card: str
@@ -144,43 +144,43 @@ def computed_ms(
     """``CardCosts.computed_ms`` on a ``machine``."""
     rows: dict[str, dict[int, float | None]] = {}
     for tokens in contexts:
-        for way in _ways(load, machine, seen, tokens):
-            name = f"{way.parameters.name}{way.place}"
-            rows.setdefault(name, {})[tokens] = None if way.lacks else 1000 * way.seconds
-            if way.saved_seconds:
-                alone = way.seconds + way.saved_seconds
-                rows.setdefault(f"{name}{ON_LINK}", {})[tokens] = None if way.lacks else 1000 * alone
-            if way.over_link:
-                drafted = seconds_with_drafts(way, machine.weights / machine.read)
-                rows.setdefault(f"{name}{DRAFTED}", {})[tokens] = None if way.lacks else 1000 * drafted
+        for setup in _setups(load, machine, seen, tokens):
+            name = f"{setup.parameters.name}{setup.suffix}"
+            rows.setdefault(name, {})[tokens] = None if setup.lacks else 1000 * setup.seconds
+            if setup.saved_seconds:
+                alone = setup.seconds + setup.saved_seconds
+                rows.setdefault(f"{name}{ON_LINK}", {})[tokens] = None if setup.lacks else 1000 * alone
+            if setup.over_link:
+                drafted = seconds_with_drafts(setup, machine.weights / machine.read)
+                rows.setdefault(f"{name}{DRAFTED}", {})[tokens] = None if setup.lacks else 1000 * drafted
     return rows
 
 
-def seconds_with_drafts(way: Way, weights_s: float, accepted: float = ACCEPTED) -> float:
+def seconds_with_drafts(setup: Setup, weights_s: float, accepted: float = ACCEPTED) -> float:
     """A token's time ``over_link`` with drafts that read nothing over it, in rounds of the best length.
 
     ``weights_s`` is the time to read the weights, ``accepted`` the share of drafts that go on where those before did.
     A verification reads everything over the link, nothing on the CPU.
     """
-    whole = way.seconds + way.saved_seconds
+    whole = setup.seconds + setup.saved_seconds
 
     def of_length(drafts: int) -> float:
-        round_s = drafts * (whole - way.link_seconds) + whole + drafts * ROW * weights_s
+        round_s = drafts * (whole - setup.link_seconds) + whole + drafts * ROW * weights_s
         return round_s * (1 - accepted) / (1 - accepted ** (drafts + 1))
 
     return min(map(of_length, LENGTHS))
 
 
-def _ways(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Way]:
-    """Full mode in all ways, then the others with their budgets."""
+def _setups(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Setup]:
+    """Full mode in all setups, then the others with their budgets."""
     conversation, model = Conversation(tokens), (seen.geometry, seen.traits)
 
     def merged(mode: str, changes: modes.Params) -> modes.ModeParameters:
         return modes.effective_params(mode, load.mode_params, load.given, changes)
 
-    for way in auto.ways(machine, *model, conversation, merged):
-        if way.parameters.name == REFERENCE and (way.over_link or not way.quantizes):
+    for setup in auto.setups(machine, *model, conversation, merged):
+        if setup.parameters.name == REFERENCE and (setup.over_link or not setup.quantizes):
             # 8 bits save nothing of what a device holds.
-            yield way
+            yield setup
     for mode in MODES:
-        yield auto.way_of(merged(mode, {}), machine, *model, conversation)
+        yield auto.setup_of(merged(mode, {}), machine, *model, conversation)

@@ -18,7 +18,7 @@ from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import ContextFullError, DoesNotFitError, KvchatError, UsageError, did_you_mean
 from kvchat.kv import auto, inspect
-from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way
+from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Setup
 from kvchat.kv.manager import KVManager, explained
 from kvchat.kv.memory import available, rates
 from kvchat.kv.modes import build
@@ -221,13 +221,13 @@ class ModeSwitcher:
         return self.follow(self.decide(tokens), tokens)
 
     def decide(self, tokens: int, measured: float | None = None) -> Choice | None:
-        """What auto would have in place of what is in force, for an answer that ends at ``tokens``; None for nothing.
+        """Auto's choice for an answer that ends at ``tokens``; None to keep the setup in force.
 
         Within an answer a token takes ``measured`` seconds.
         """
         if not self.auto.is_on:
             return None
-        possible = [way for way in self._ways(tokens) if way not in self.auto.refused]
+        possible = [setup for setup in self._setups(tokens) if setup not in self.auto.refused]
         if measured is None:
             if self.has_spilled:
                 self.auto.choice = None
@@ -235,41 +235,41 @@ class ModeSwitcher:
         return self.auto.within(possible, self._kv.state.steps, measured)
 
     def follow(self, choice: Choice | None, tokens: int, measured: float | None = None) -> int:
-        """Enter what auto has chosen, or what it would choose next where that is refused; the bytes moved."""
+        """Enter auto's choice, or the next one if that is refused; the bytes moved."""
         moved, state = 0, self._kv.state
         quantized = state.quantizes
         while choice:
             try:
-                self._kv.quantize_pages(choice.way.quantizes)
-                is_lacking = self._spills_beside(choice.way) or self._kv.mode.drafts_failed
-                is_in_force = choice.way.parameters == self.parameters and not is_lacking
-                moved = 0 if is_in_force else self.enter(choice.way.parameters)
+                self._kv.quantize_pages(choice.setup.quantizes)
+                is_lacking = self._spills_needlessly(choice.setup) or self._kv.mode.drafts_failed
+                is_in_force = choice.setup.parameters == self.parameters and not is_lacking
+                moved = 0 if is_in_force else self.enter(choice.setup.parameters)
                 self.auto.entered(choice, state.steps)
                 break
             except KvchatError:
                 self._kv.quantize_pages(quantized)
-                self.auto.refused.append(choice.way)
+                self.auto.refused.append(choice.setup)
                 choice = self.decide(tokens, measured)
         self.auto.refused.clear()
         return moved
 
     @property
     def has_spilled(self) -> bool:
-        """Full mode reads over the link although auto found room for all: it is to be entered again."""
-        return self.auto.is_on and self.auto.choice is not None and self._spills_beside(self.auto.choice.way)
+        """True if full mode reads over the link although auto found room for all: it must be entered again."""
+        return self.auto.is_on and self.auto.choice is not None and self._spills_needlessly(self.auto.choice.setup)
 
-    def _spills_beside(self, way: Way) -> bool:
-        """Full mode reads over the link, although all of it fits: what grew had no room for both its copies."""
-        return bool(getattr(self._kv.mode, "spills", False)) and not way.over_link
+    def _spills_needlessly(self, setup: Setup) -> bool:
+        """True if full mode reads over the link although all fits: growing slots had no room for both copies."""
+        return bool(getattr(self._kv.mode, "spills", False)) and not setup.over_link
 
     def note_speed(self, measured: float | None) -> None:
         """A token of the answer in progress took ``measured`` seconds, where that is known."""
         if self.auto.is_on and measured is not None and not self.has_spilled:
             self._note_fetched()
-            self.auto.note(self._ways(self._kv.total), measured)
+            self.auto.note(self._setups(self._kv.total), measured)
 
     def _note_fetched(self) -> None:
-        """What the mode in force fetched at a step since the last time, as a share of the budget that auto gave it."""
+        """Note how much of its budget the mode in force has fetched per step since the last call."""
         mode, state, before = self._kv.mode, self._kv.state, self._fetched
         self._fetched = mode, state.steps, state.transfer.totals.moved
         budget = getattr(self.parameters, "budget", None)
@@ -277,11 +277,10 @@ class ModeSwitcher:
             pairs = (self._fetched[2] - before[2]) / (state.steps - before[1])
             self._new[mode.name] = pairs / (budget * state.geometry.layers * state.geometry.kv_heads)
 
-    def _ways(self, tokens: int) -> list[Way]:
+    def _setups(self, tokens: int) -> list[Setup]:
         state, kv, model = self._kv.state, self._kv, self._model
-        table = (
-            0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes
-        )  # of which a row is read
+        # Of an embedding table of its own a token reads one row.
+        table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes
         on_host = available.host_free()
         on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
         free = on_device + kv.device_bytes, on_host + state.host.nbytes
@@ -291,15 +290,15 @@ class ModeSwitcher:
         cpu = known.cpu if may_spill and (known := host_attention.measured(state.host)) else 0.0
         machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, cpu)
         page = state.geometry.page
-        rounded = page * sum(state.host.quantized[: state.total // page])
-        exact, quantizes = state.total - rounded, self.auto.quantizes
-        conversation = Conversation(tokens, exact, rounded, quantizes, self.system_tokens, tuple(state.pins))
-        return auto.ways(
+        quantized = page * sum(state.host.quantized[: state.total // page])
+        in_pages = state.total - quantized, quantized, self.auto.quantizes
+        conversation = Conversation(tokens, *in_pages, self.system_tokens, tuple(state.pins))
+        return auto.setups(
             machine, state.geometry, traits_of(model, self.calibration), conversation, self._merged_in_auto
         )
 
     def _merged_in_auto(self, mode: str, changes: Params) -> ModeParameters:
-        """``merged``, and what was asked for in auto counts in each mode that has it."""
+        """``merged``, with auto's own parameters in each mode that has them."""
         known = modes.registered()[mode].model_fields
         asked = self.auto.parameters.model_dump(include=set(known), exclude_unset=True)
         return self.merged(mode, asked | changes)

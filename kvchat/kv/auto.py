@@ -1,16 +1,16 @@
-"""auto: the most faithful way to decode that fits and in which a token takes no longer than asked for.
+"""auto: the setup closest to full mode that fits and decodes a token in the time asked for.
 
 A token's time is predicted from the bytes that it reads: the weights and what the mode keeps on the device at the rate
 of its memory, what comes over the link at the link's. In unified memory (a CPU) a mode is taken to read what it would
-keep on a device. A way that has run is corrected by what was measured over what was predicted, one that has not by the
-mean of those that have: a step costs more than its bytes in all of them.
+keep on a device. A step costs more than its bytes, so the prediction is multiplied by measured over predicted time: of
+the setup itself once it has run, else the mean of those that have.
 
-The order is: everything, everything in 8-bit pages, everything with a part of it over the link (the same with 8-bit
-pages), speculative with smaller and smaller budgets, sync once the model's heads were measured; these with 8-bit pages
-behind each, too. 8-bit pages are those that get full from then on; what was stored before stays exact. They are taken
-where exact ones do not fit, or halve what comes over a link; on a CPU a step with them takes 1.3 times as long. Drafts
-are not chosen, because what they bring depends on the text; where a person asked for them they are measured like any
-step. Streaming is never chosen: it forgets.
+The order is: full mode, full mode with a part of the K/V over the link, speculative with smaller and smaller budgets,
+sync once the model's heads were measured; each is followed by itself with 8-bit pages. Only pages that get full from
+then on are quantized; those stored before stay in full precision. 8-bit pages are taken where others do not fit, or to
+halve what comes over the link; on a CPU a step with them takes 1.3 times as long. Drafts are not chosen, because their
+gain depends on the text; if the user asked for them they are measured like any step. Streaming is never chosen: it
+forgets.
 
 Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
 """
@@ -36,19 +36,19 @@ LEAST_BUDGET = AUTO_BUDGET["least"]
 # Of what is on a GPU, the share that is new at a step and comes over the link, where it was not measured yet: of
 # speculative that of an H200, of sync's following heads half is chosen anew every five steps.
 NEW = {COMPARED: 0.25, SyncParameters.name: 0.1}
-EASILY = 0.8  # of the time asked for: what a more faithful way may take to be gone back to
-FORCED = 1.5  # of the time asked for: beyond it the way changes in an answer
-NEARLY = 1.15  # of the least time: what is as quick as this is taken before what reads less
-WORTH = 0.9  # of the present time: what a way may take to be entered in an answer
-EARLY = 0.75  # of the host's memory: what exact pages may take, so that there is room for rounded ones behind them
+EASILY = 0.8  # of the time asked for: what a setup closer to full may take to be entered again
+FORCED = 1.5  # of the time asked for: beyond it the setup changes in an answer
+NEARLY = 1.15  # of the least time: a setup as quick as this is taken before one that reads less
+WORTH = 0.9  # of the present time: what a setup may take to be entered in an answer
+EARLY = 0.75  # of RAM: what full-precision pages may take, so that 8-bit pages after them still have room
 APART = 64  # steps before a change is taken back
 WEIGHT = 0.3  # of a new measurement beside those before
-FADING = 0.1  # of the way to what is measured now: so much is forgotten of a way that does not run
+FADING = 0.1  # how far a ratio of a setup that does not run moves to the one measured now
 UNDECIDED = "auto: chooses at the next question"
 EIGHT_BIT, OVER_LINK = " with 8-bit pages", " from RAM"
 
 Merged = Callable[[str, Params], ModeParameters]
-"""A mode's parameters: what a person asked for, and over it changes."""
+"""A mode's parameters: those that the user asked for, with changes over them."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Machine:
     """Rates ``read`` and ``link`` in bytes/s, the last 0 where there is none; ``weights``: bytes that a token reads.
 
     ``device_free`` and ``host_free`` are the bytes that K/V may take, with those that they take now. ``new``, by mode,
-    is the share of what it chooses that comes over the link at a step. The CPU attends to exact K/V in RAM at the rate
-    ``cpu`` while the link is busy; 0 where it does not.
+    is the share of what it chooses that comes over the link at a step. ``cpu`` is the rate at which the CPU attends to
+    full-precision K/V in RAM while the link is busy; 0 if it does not.
     """
 
     read: float
@@ -71,27 +71,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conversation:
-    """``tokens`` at the end of the answer; by now so many are stored in ``exact`` and in ``rounded`` pages.
+    """Of ``tokens`` at the end of the answer, those stored so far in ``full_precision`` and in ``quantized`` pages.
 
-    A person who ``quantizes`` asked for 8-bit pages. The first ``system_tokens`` are the system prompt, ``pins`` the
+    ``quantizes``: the user asked for 8-bit pages. The first ``system_tokens`` are the system prompt, ``pins`` the
     positions of pinned messages' tokens.
     """
 
     tokens: int
-    exact: int = 0
-    rounded: int = 0
+    full_precision: int = 0
+    quantized: int = 0
     quantizes: bool = False
     system_tokens: int = 0
     pins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Way:
-    """A mode with parameters, what pages are kept in that get full, and whether a part is read ``over_link``.
+class Setup:
+    """A mode's parameters, whether pages that get full are ``quantized``, and whether a part is read ``over_link``.
 
-    Two ways are equal where these are. ``seconds`` is a token's time before any correction, less ``saved_seconds`` that
-    the CPU saves of it in full mode; ``link_seconds`` is what the link would add without it, beyond what is staged
-    meanwhile. ``lacks`` says what does not fit, if so.
+    Two setups are equal if these are. ``seconds`` is a token's predicted time, ``saved_seconds`` less than without the
+    CPU's share of full mode's attention; ``link_seconds`` is what the link would add without that share, beyond what is
+    staged meanwhile. ``lacks`` says what does not fit, if anything.
     """
 
     parameters: ModeParameters
@@ -104,11 +104,11 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """What a correction is known for: the same with 8-bit pages, which are not chosen for their speed on a CPU."""
+        """Setups of one kind share a correction; those with 8-bit pages are of the same kind."""
         return f"{self.parameters.name}{OVER_LINK * self.over_link}"
 
     @property
-    def place(self) -> str:
+    def suffix(self) -> str:
         """Where and how the K/V are read, in words: `` from RAM with 8-bit pages``."""
         return f"{OVER_LINK * self.over_link}{EIGHT_BIT * self.quantizes}"
 
@@ -121,52 +121,52 @@ class Way:
     @property
     def label(self) -> str:
         """``full from RAM``"""
-        return f"{self.name}{self.place}"
+        return f"{self.name}{self.suffix}"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way, the ``seconds`` that a token is to take in it, and a ``line`` that says what was chosen and why."""
+    """A setup, the ``seconds`` that a token should take in it, and a ``line`` that says what was chosen and why."""
 
-    way: Way
+    setup: Setup
     seconds: float
     line: str
 
 
 # ---- what a token costs ----------------------------------------------------------------------------
-def ways(
+def setups(
     machine: Machine, geometry: Geometry, traits: ModelTraits, conversation: Conversation, merged: Merged
-) -> list[Way]:
-    """All ways to decode at the end of a conversation, the most faithful first."""
+) -> list[Setup]:
+    """All setups to decode at the end of a conversation, the closest to full first."""
     costs = _Costs(machine, geometry, traits, conversation)
     found = list(_reading_everything(costs, merged(REFERENCE, {})))
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
-            found += [costs.way(merged(name, changes), quantizes) for quantizes in costs.pages]
+            found += [costs.setup(merged(name, changes), quantizes) for quantizes in costs.pages]
         except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
             continue
     return found
 
 
-def way_of(
+def setup_of(
     parameters: ModeParameters,
     machine: Machine,
     geometry: Geometry,
     traits: ModelTraits,
     conversation: Conversation,
-) -> Way:
+) -> Setup:
     """A mode with exactly these parameters at the end of a conversation; what it spills is not counted.
 
     Raises:
         KvchatError: it cannot run with them.
     """
-    return _Costs(machine, geometry, traits, conversation).way(parameters, conversation.quantizes)
+    return _Costs(machine, geometry, traits, conversation).setup(parameters, conversation.quantizes)
 
 
-def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Way]:
+def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Setup]:
     mode, is_given = costs.mode(parameters, costs.apart), getattr(parameters, "resident", None) is not None
     if costs.geometry.unified or not is_given:
-        yield from (costs.way(parameters, quantizes) for quantizes in costs.pages)
+        yield from (costs.setup(parameters, quantizes) for quantizes in costs.pages)
     if not costs.geometry.unified:
         mode.limit(costs.capacity, costs.machine.device_free)
         resident = min(getattr(mode, "resident", None) or costs.capacity, costs.capacity)
@@ -176,9 +176,9 @@ def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[W
 
 
 def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
-    """Modes that choose what a token reads; a budget that a person gave is the largest.
+    """Modes that choose what a token reads; a budget that the user gave is the largest.
 
-    They are the same however long the conversation is: the one in force is always among them.
+    The list does not depend on the conversation's length, so the setup in force is always in it.
     """
     half, given = costs.traits.context // 2, getattr(asked, "budget", None)
     budgets = [2**power for power in range(half.bit_length() - 1, LEAST_BUDGET.bit_length() - 2, -1)]
@@ -198,7 +198,7 @@ class _Costs:
 
     @property
     def apart(self) -> Geometry:
-        """With a device of its own: what a mode keeps there is what a token reads."""
+        """The geometry with a device of its own: what a mode keeps there is what a token reads."""
         return replace(self.geometry, unified=False)
 
     @property
@@ -207,16 +207,16 @@ class _Costs:
 
     @property
     def pages(self) -> tuple[bool, ...]:
-        """What pages may be kept in: 8 bits alone where a person asked for them."""
+        """Whether pages may be quantized, in order; they must be if the user asked for it."""
         return (True,) if self.conversation.quantizes else (False, True)
 
     def mode(self, parameters: ModeParameters, geometry: Geometry) -> Mode:
-        """A mode with what is pinned in the conversation."""
+        """A mode with the conversation's pinned messages."""
         mode = build(parameters, geometry, self.traits, self.conversation.system_tokens)
         mode.pin(self.conversation.pins)
         return mode
 
-    def way(self, parameters: ModeParameters, quantizes: bool) -> Way:
+    def setup(self, parameters: ModeParameters, quantizes: bool) -> Setup:
         """A mode whose slots are what a token reads.
 
         Raises:
@@ -231,26 +231,26 @@ class _Costs:
                 new * plan.chosen_bytes(self.geometry) * self._share(quantizes) / m.link
             )  # an H200 hid a part of it, not all
         held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
-        return Way(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
+        return Setup(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 
-    def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int, staged: int) -> Way:
+    def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int, staged: int) -> Setup:
         """Full mode that reads all but the last ``resident`` tokens over the link.
 
-        In each layer the first ``staged`` of exact ones come while what is on the device is read.
+        In each layer the first ``staged`` full-precision tokens are copied while those on the device are read.
         """
         m, token = self.machine, self.geometry.token_bytes
         over = max(0, self.conversation.tokens - resident)
         seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
         link = over * token * self._share(quantizes) / (m.link or m.read)
         saved = 0.0
-        if not (quantizes or self.conversation.rounded):
+        if not (quantizes or self.conversation.quantized):
             link -= min(seconds, min(over, staged) * token / (m.link or m.read))
             saved = self._saved_on_cpu(getattr(parameters, "cpu", None), over * token, link)
         lacks = self._lacks(parameters.name, 0, quantizes)
-        return Way(parameters, quantizes, seconds + link - saved, True, lacks, link, saved)
+        return Setup(parameters, quantizes, seconds + link - saved, True, lacks, link, saved)
 
     def _saved_on_cpu(self, given: float | None, nbytes: float, link_s: float) -> float:
-        """Seconds that the CPU saves of ``link_s``, by rates or with the share ``given`` of the ``nbytes`` in RAM."""
+        """Seconds of ``link_s`` that the CPU saves by a share of the ``nbytes`` in RAM: ``given``, else by rates."""
         m, layers = self.machine, self.geometry.layers
         if not (m.cpu and m.link):
             return 0.0
@@ -261,15 +261,18 @@ class _Costs:
         return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.cpu) - rates.TURN_S * layers
 
     def _share(self, quantizes: bool) -> float:
-        """Bytes of the host pool's K/V for each that they have exactly."""
-        g, c = self.geometry, self.conversation
-        rounded = (c.tokens - c.exact if quantizes else c.rounded) / max(c.tokens, 1)
-        return 1 - rounded * (1 - eight_bit_pages.share(g))
+        """Bytes of the host pool's K/V over those in full precision."""
+        quantized = self._quantized(quantizes) / max(self.conversation.tokens, 1)
+        return 1 - quantized * (1 - eight_bit_pages.share(self.geometry))
+
+    def _quantized(self, quantizes: bool) -> int:
+        """Tokens in 8-bit pages at the end of the conversation."""
+        c = self.conversation
+        return max(0, c.tokens - c.full_precision) if quantizes else c.quantized
 
     def _on_host(self, quantizes: bool) -> int:
-        g, c = self.geometry, self.conversation
-        rounded = max(0, c.tokens - c.exact) if quantizes else c.rounded
-        return g.layers * layer_bytes(g, g.grown(c.tokens - rounded), g.round_up(rounded))
+        g, quantized = self.geometry, self._quantized(quantizes)
+        return g.layers * layer_bytes(g, g.grown(self.conversation.tokens - quantized), g.round_up(quantized))
 
     def _lacks(self, name: str, held: int, quantizes: bool) -> str:
         m, on_host = self.machine, self._on_host(quantizes)
@@ -286,25 +289,25 @@ class _Costs:
 
 # ---- the choice ------------------------------------------------------------------------------------
 def choose(
-    possible: Sequence[Way],
+    possible: Sequence[Setup],
     target: float,
     ratios: Mapping[str, float] | None = None,
-    current: Way | None = None,
+    current: Setup | None = None,
     below: int = 0,
 ) -> Choice:
-    """The first way that fits and takes at most ``target`` seconds a token, or hardly more than the quickest does.
+    """The first setup that fits and takes at most ``target`` seconds a token, or hardly more than the quickest one.
 
     Args:
-        possible: the most faithful first, at least one.
+        possible: the closest to full first, at least one.
         target: seconds.
         ratios: by kind, what was measured over what was predicted.
-        current: the way in use: a more faithful one that is slower has to be taken easily.
-        below: ways before this place are not taken.
+        current: the setup in use; one closer to full that is slower must stay well below the target (``EASILY``).
+        below: setups before this index are not taken.
     """
     ratios = ratios or {}
     mean = fmean(ratios.values()) if ratios else 1.0
-    timed = [way.seconds * ratios.get(way.kind, mean) for way in possible]
-    here = (current is not None and place(possible, current)) or 0
+    timed = [setup.seconds * ratios.get(setup.kind, mean) for setup in possible]
+    here = (current is not None and index_of(possible, current)) or 0
     allowed = range(below, len(possible))
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
     quickest = min(fitting, key=timed.__getitem__)
@@ -314,24 +317,26 @@ def choose(
     return Choice(possible[at], timed[at], _line(possible, timed, at, target, bool(ratios)))
 
 
-def place(possible: Sequence[Way], way: Way) -> int | None:
-    """Where a way stands among those that are possible; None where it is none of them."""
-    return possible.index(way) if way in possible else None
+def index_of(possible: Sequence[Setup], setup: Setup) -> int | None:
+    """The index of a setup among the possible ones; None if it is not one of them."""
+    return possible.index(setup) if setup in possible else None
 
 
-def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: float, is_measured: bool) -> str:
-    way, before = possible[at], possible[:at]
+def _line(possible: Sequence[Setup], timed: Sequence[float], at: int, target: float, is_measured: bool) -> str:
+    setup, before = possible[at], possible[:at]
     taken = f"{'' if is_measured else 'at least '}{_ms(timed[at])} a token"  # by its bytes alone
     if timed[at] > target:
         is_met = any(one <= target for one, other in zip(timed, possible, strict=True) if not other.lacks)
         why = "modes that read less are hardly faster" if is_met else f"nothing that fits is as fast as {_ms(target)}"
-        return f"auto: {way.label}, {taken}: {why}"
+        return f"auto: {setup.label}, {taken}: {why}"
     if not before:
-        return f"auto: {way.label}, {taken}"
+        return f"auto: {setup.label}, {taken}"
     slow = next((one for one in range(at) if not before[one].lacks), None)
     if slow is None:
-        return f"auto: {way.label}, because {before[0].lacks}"
-    return f"auto: {way.label}, because {before[slow].name} would take {_ms(timed[slow])} a token{before[slow].place}"
+        return f"auto: {setup.label}, because {before[0].lacks}"
+    return (
+        f"auto: {setup.label}, because {before[slow].name} would take {_ms(timed[slow])} a token{before[slow].suffix}"
+    )
 
 
 def _ms(seconds: float) -> str:
@@ -339,10 +344,10 @@ def _ms(seconds: float) -> str:
 
 
 class Auto:
-    """Chooses anew between two answers, and within one where memory or time force it.
+    """Chooses again between two answers, and within one if memory or time run short.
 
-    ``ratios`` are what was measured over what was predicted, by the kind of way. ``refused`` are ways that could not be
-    entered for this answer. ``quantizes`` says that a person asked for 8-bit pages.
+    ``ratios`` are measured over predicted times, by the kind of setup. ``refused`` are setups that could not be entered
+    for this answer. ``quantizes`` says that the user asked for 8-bit pages.
     """
 
     def __init__(self, quantizes: bool = False) -> None:
@@ -351,34 +356,34 @@ class Auto:
         self.quantizes = quantizes
         self.choice: Choice | None = None
         self.ratios: dict[str, float] = {}
-        self.refused: list[Way] = []
+        self.refused: list[Setup] = []
         self._changed_at = -APART
 
     @property
     def line(self) -> str:
-        """What is chosen now and why; "" where a person chose."""
+        """What is chosen now and why; "" if the user chose."""
         return (self.choice.line if self.choice else UNDECIDED) if self.is_on else ""
 
     def begin(self, parameters: AutoParameters) -> None:
-        """Choose from now on; what is in force counts for nothing."""
+        """Choose from now on, whatever is in force."""
         self.parameters, self.is_on, self.choice, self._changed_at = parameters, True, None, -APART
 
-    def between(self, possible: Sequence[Way], steps: int) -> Choice | None:
-        """What the next answer is to be decoded in, after ``steps`` in all; None where that is in force."""
-        current = self.choice.way if self.choice else None
+    def between(self, possible: Sequence[Setup], steps: int) -> Choice | None:
+        """The choice for the next answer, after ``steps`` steps in all; None to keep the setup in force."""
+        current = self.choice.setup if self.choice else None
         found, here = choose(possible, self._target, self.ratios, current), self._here(possible)
-        if found.way == current:
+        if found.setup == current:
             self.choice = found  # with its present time
             return None
-        goes_back = here is not None and possible.index(found.way) < here
+        goes_back = here is not None and possible.index(found.setup) < here
         return None if goes_back and steps - self._changed_at < APART else found
 
     def is_slow(self, measured: float) -> bool:
-        """A token that takes so many seconds changes the way in an answer."""
+        """True if a token that takes ``measured`` seconds makes the setup change within an answer."""
         return measured > FORCED * self._target
 
-    def within(self, possible: Sequence[Way], steps: int, measured: float) -> Choice | None:
-        """What to go on with where a token takes ``measured`` seconds; None for what is in force."""
+    def within(self, possible: Sequence[Setup], steps: int, measured: float) -> Choice | None:
+        """The choice within an answer whose tokens take ``measured`` seconds; None to keep the setup in force."""
         here = self._here(possible)
         if here is None or here + 1 == len(possible):
             return None
@@ -386,23 +391,23 @@ class Auto:
         if not (lacks or (self.is_slow(measured) and steps - self._changed_at >= APART)):
             return None
         found = choose(possible, self._target, self.ratios, below=here + 1)
-        helps = not found.way.lacks if lacks else found.seconds <= WORTH * measured
+        helps = not found.setup.lacks if lacks else found.seconds <= WORTH * measured
         return found if helps else None
 
-    def note(self, possible: Sequence[Way], measured: float) -> None:
-        """A token took ``measured`` seconds in the way in force; what is known of others fades a little."""
+    def note(self, possible: Sequence[Setup], measured: float) -> None:
+        """Note that a token took ``measured`` seconds; ratios of setups that do not run move a little towards it."""
         if (here := self._here(possible)) is not None:
-            way = possible[here]
-            seen, before = measured / way.seconds, self.ratios.get(way.kind)
-            self.ratios[way.kind] = seen if before is None else before + WEIGHT * (seen - before)
-            for other in self.ratios.keys() - {way.kind}:
-                self.ratios[other] += FADING * (self.ratios[way.kind] - self.ratios[other])
+            setup = possible[here]
+            seen, before = measured / setup.seconds, self.ratios.get(setup.kind)
+            self.ratios[setup.kind] = seen if before is None else before + WEIGHT * (seen - before)
+            for other in self.ratios.keys() - {setup.kind}:
+                self.ratios[other] += FADING * (self.ratios[setup.kind] - self.ratios[other])
 
     def entered(self, choice: Choice, steps: int) -> None:
         self.choice, self._changed_at = choice, steps
 
-    def _here(self, possible: Sequence[Way]) -> int | None:
-        return place(possible, self.choice.way) if self.choice else None
+    def _here(self, possible: Sequence[Setup]) -> int | None:
+        return index_of(possible, self.choice.setup) if self.choice else None
 
     @property
     def _target(self) -> float:

@@ -178,7 +178,7 @@ def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeyp
     session.close()
 
 
-def test_a_way_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
+def test_a_setup_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
     session, _ = slowed(small_model, monkeypatch, 300)
     enter = KVManager.switch
     tried = list[int]()
@@ -304,7 +304,7 @@ def test_on_a_gpu_what_has_no_room_is_read_over_the_link_until_that_takes_too_lo
         list(session.answer(turns, Sampling(temperature=0, max_new_tokens=2)))
         choice = session._switcher.auto.choice
         assert choice is not None
-        kinds.append(choice.way.kind)
+        kinds.append(choice.setup.kind)
         spilled.append(isinstance(kv.mode, Full) and kv.mode.spills)
         turns += [Turn("assistant", "Yes. " * 20), Turn("user", "And then? " * 10)]
     over_link = kinds.index("full from RAM")
@@ -328,8 +328,8 @@ def test_on_a_gpu_the_cpus_part_of_what_has_no_room_is_counted(monkeypatch):
 
     def saved(tokens):
         monkeypatch.setattr(available, "free_bytes", lambda device: tokens * token)
-        ways = session._switcher._ways(4000)
-        return next((way.saved_seconds / way.link_seconds for way in ways if way.over_link), 0.0)
+        setups = session._switcher._setups(4000)
+        return next((setup.saved_seconds / setup.link_seconds for setup in setups if setup.over_link), 0.0)
 
     assert saved(7000) == pytest.approx(0.5)
     assert saved(9000) == 0

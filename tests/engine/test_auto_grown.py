@@ -44,10 +44,10 @@ class SlowLink(StepClock):
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer at ``tokens`` stored: the way that it ended in, auto's line, seconds a token at its end, its text."""
+    """An answer at ``tokens`` stored: the setup that it ended in, auto's line, seconds a token at its end, its text."""
 
     tokens: int
-    way: str
+    setup: str
     line: str
     seconds: float
     text: str
@@ -84,7 +84,7 @@ def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iter
         chosen = session._switcher.auto.choice
         assert chosen is not None
         seconds = sum(link.steps[-8:]) / len(link.steps[-8:])
-        yield Answered(session.total, chosen.way.label, chosen.line, seconds, finished.text)
+        yield Answered(session.total, chosen.setup.label, chosen.line, seconds, finished.text)
         seed += 1
 
 
@@ -98,12 +98,12 @@ def test_auto_in_a_conversation_that_grows_on_a_small_device_behind_a_slow_link(
         record_property(f"{each.tokens} tokens", f"{1000 * each.seconds:.0f} ms, {each.line}")
     assert seen[0].tokens < 110
     assert GROWN - 1000 < seen[-1].tokens <= GROWN
-    ways = [each.way for each in seen]
-    assert ways[0] == "full"
-    assert len(set(ways)) == sum(one != other for one, other in pairwise(ways)) + 1, f"back and forth: {ways}"
+    setups = [each.setup for each in seen]
+    assert setups[0] == "full"
+    assert len(set(setups)) == sum(one != other for one, other in pairwise(setups)) + 1, f"back and forth: {setups}"
     assert not [each for each in seen if each.seconds > 1.1 * TARGET_S and "nothing that fits" not in each.line]
-    assert all("streaming" not in way for way in ways)
-    assert ways[-1] != "full", "it has no room"
+    assert all("streaming" not in setup for setup in setups)
+    assert setups[-1] != "full", "it has no room"
     record_property("new at a step", session._switcher._new["speculative"])
     assert session._switcher._new["speculative"] not in (0, NEW["speculative"]), "it was measured"
     assert KNOWN in seen[-1].text

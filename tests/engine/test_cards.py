@@ -12,7 +12,7 @@ from kvchat.config.modes import FullParameters
 from kvchat.engine import cards
 from kvchat.engine.plan import Observed, any_heads
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.auto import Machine, Way
+from kvchat.kv.auto import Machine, Setup
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.full import STAGED_BYTES, STAGED_SHARE
@@ -71,14 +71,14 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
     found = cards.computed_ms(load, machine, llama_8b(), [tokens])
     over_link, on_device = (tokens - 2048) * 131_072 / link, weights_s + 2048 * 131_072 / 500e9
     for accepted, gain in gains.items():
-        way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
-        mine = way.seconds / cards.seconds_with_drafts(way, weights_s, accepted)
+        setup = Setup(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
+        mine = setup.seconds / cards.seconds_with_drafts(setup, weights_s, accepted)
         assert mine == pytest.approx(gain, rel=0.1), accepted
     over_link -= min(on_device, min(STAGED_BYTES, 2048 * 131_072 * STAGED_SHARE * 32) / link)
-    way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
-    assert found["full from RAM"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
+    setup = Setup(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
+    assert found["full from RAM"][tokens] == pytest.approx(1000 * setup.seconds, rel=0.01)
     drafted = found[f"full from RAM{cards.DRAFTED}"][tokens]
-    assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(way, weights_s), rel=0.02)
+    assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(setup, weights_s), rel=0.02)
 
 
 def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():

@@ -10,7 +10,7 @@ from support.message import lacks
 from kvchat.config import modes
 from kvchat.config.modes import AutoParameters
 from kvchat.kv import auto
-from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way, choose, ways
+from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Setup, choose, setups
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rates
 from kvchat.kv.modes.base import ModelTraits
@@ -79,27 +79,29 @@ MACHINES = [
 ]
 
 
-def possible(shape, machine, tokens, calibration=None, new=auto.NEW, cpu_rate=0.0, given=None, **stored) -> list[Way]:
-    """The ways on a machine; ``given`` are a person's parameters by mode."""
+def possible(shape, machine, tokens, calibration=None, new=auto.NEW, cpu_rate=0.0, given=None, **stored) -> list[Setup]:
+    """The setups on a machine; ``given`` are a person's parameters by mode."""
     layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES[shape]
     read, link, device, host = machine
     geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048 if link else 128, unified=not link)
     measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new, cpu_rate)
     traits = ModelTraits(context, (None,) * layers, calibration=calibration)
     merged = partial(modes.effective_params, settings={}, given=given or {})
-    return ways(measured, geometry, traits, Conversation(tokens, **stored), lambda mode, add: merged(mode, changes=add))
+    return setups(
+        measured, geometry, traits, Conversation(tokens, **stored), lambda mode, add: merged(mode, changes=add)
+    )
 
 
 @pytest.mark.parametrize(("shape", "machine", "tokens", "speed", "given", "expected"), MACHINES, ids=str)
 def test_the_most_faithful_way_that_fits_and_is_quick_enough(shape, machine, tokens, speed, given, expected):
     chosen = choose(possible(shape, machine, tokens, given={"speculative": given}), 1 / speed)
-    assert chosen.way.label == expected
-    assert not chosen.way.lacks
+    assert chosen.setup.label == expected
+    assert not chosen.setup.lacks
     assert chosen.line.startswith(f"auto: {expected}, ")
 
 
 def test_streaming_is_never_chosen():
-    names = {way.parameters.name for row in MACHINES for way in possible(*row[:3])}
+    names = {setup.parameters.name for row in MACHINES for setup in possible(*row[:3])}
     assert names == {"full", "speculative"}
 
 
@@ -110,8 +112,8 @@ def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_
     found = possible("8B", SMALL_3060, 64_000, calibration=measured)
     assert found[-1].parameters.name == "sync"
     slow = {"speculative": 100.0, "sync": 1.0, "full from RAM": 1.0}
-    roomy = [replace(way, lacks="") if way.parameters.name == "sync" else way for way in found]
-    assert choose(roomy, 0.1, slow).way.parameters.name == "sync"
+    roomy = [replace(setup, lacks="") if setup.parameters.name == "sync" else setup for setup in found]
+    assert choose(roomy, 0.1, slow).setup.parameters.name == "sync"
 
 
 def test_why_is_said_with_the_numbers():
@@ -126,19 +128,19 @@ def test_why_is_said_with_the_numbers():
 
 def test_pages_that_are_stored_already_stay_what_they_are():
     """8 bits save nothing of what is exact; of what was rounded nothing comes back."""
-    fresh, stored = (possible("8B", TINY_3060, 16_000, exact=exact) for exact in (0, 15_000))
-    rounded = possible("8B", TINY_3060, 16_000, rounded=15_000)
-    labels = [way.label for way in fresh]
+    fresh, stored = (possible("8B", TINY_3060, 16_000, full_precision=stored) for stored in (0, 15_000))
+    quantized = possible("8B", TINY_3060, 16_000, quantized=15_000)
+    labels = [setup.label for setup in fresh]
     exact, eight = (labels.index(f"full from RAM{pages}") for pages in ("", auto.EIGHT_BIT))
     assert fresh[eight].seconds < 0.7 * fresh[exact].seconds  # which are staged
     assert stored[eight].seconds > 0.9 * fresh[exact].seconds
-    assert rounded[exact].seconds < 0.7 * fresh[exact].seconds
+    assert quantized[exact].seconds < 0.7 * fresh[exact].seconds
 
 
 def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
     def over_link(cpu_rate, cpu=None):
         found = possible("8B", (256, 13, 2, 64), 32_000, cpu_rate=cpu_rate, given={"full": {"cpu": cpu}})
-        return next(way for way in found if way.label == "full from RAM")
+        return next(setup for setup in found if setup.label == "full from RAM")
 
     alone, together = over_link(0), over_link(30e9)
     assert alone.saved_seconds == 0
@@ -157,10 +159,10 @@ def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
 
 def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
     asked = possible("8B", RTX_3060, 64_000, quantizes=True)
-    assert all(way.quantizes for way in asked)
-    assert choose(asked, 0.1).way.label == "speculative 32768 with 8-bit pages"
+    assert all(setup.quantizes for setup in asked)
+    assert choose(asked, 0.1).setup.label == "speculative 32768 with 8-bit pages"
     found = possible("8B", (360, 12, 17, 64), 4000, given={"full": {"resident": 1024}})
-    assert [way.label for way in found[:2]] == ["full from RAM", "full from RAM with 8-bit pages"]
+    assert [setup.label for setup in found[:2]] == ["full from RAM", "full from RAM with 8-bit pages"]
 
 
 def test_pages_change_also_where_the_budget_stays():
@@ -169,23 +171,23 @@ def test_pages_change_also_where_the_budget_stays():
         possible("8B", (80, 0, 0, host), 32_000, given={"speculative": {"budget": 4096}}) for host in (64, 4)
     )
     chooser = begun(choose(roomy, 0.1))
-    assert chooser.choice.way.label == "speculative 4096"
+    assert chooser.choice.setup.label == "speculative 4096"
     for changed in (chooser.within(short, 1, 0.1), chooser.between(short, 1)):
-        assert changed.way.label == "speculative 4096 with 8-bit pages"
+        assert changed.setup.label == "speculative 4096 with 8-bit pages"
     chooser.entered(changed, 1)
-    assert not chooser.between(roomy, 1 + auto.APART).way.quantizes
+    assert not chooser.between(roomy, 1 + auto.APART).setup.quantizes
 
 
 def test_what_is_in_force_is_possible_however_long_the_conversation_is():
     short, long = (possible("8B", RTX_3060, tokens) for tokens in (500, 100_000))
-    assert [way.name for way in short if way.parameters.name == "speculative"] == [
-        way.name for way in long if way.parameters.name == "speculative"
+    assert [setup.name for setup in short if setup.parameters.name == "speculative"] == [
+        setup.name for setup in long if setup.parameters.name == "speculative"
     ]
 
 
 def test_what_is_pinned_is_read_and_takes_slots():
     plain, pinned = (possible("8B", SMALL_3060, 64_000, pins=pins) for pins in ((), tuple(range(9000, 29_000))))
-    at = [way.label for way in plain].index("speculative 8192")
+    at = [setup.label for setup in plain].index("speculative 8192")
     assert pinned[at].seconds > 1.1 * plain[at].seconds
     assert not plain[at].lacks
     assert "on the device" in pinned[at].lacks
@@ -194,19 +196,19 @@ def test_what_is_pinned_is_read_and_takes_slots():
 def test_what_does_not_fit_is_never_chosen_though_nothing_is_quick():
     full, *others = made(0.05, 0.05, 0.06)
     short = [replace(full, lacks="full takes 9 GiB"), *others]
-    assert choose(short, 0.01, current=others[1]).way == others[0]
+    assert choose(short, 0.01, current=others[1]).setup == others[0]
 
 
 # ---- corrected by what was measured
 
 
-def made(*seconds: float, lacks: str = "") -> list[Way]:
+def made(*seconds: float, lacks: str = "") -> list[Setup]:
     """Full, then speculative with smaller and smaller budgets; uncorrected times."""
     full, *others = seconds
     parsed = [modes.parse("speculative", {"budget": 4096 >> place}) for place in range(len(others))]
     return [
-        Way(modes.parse("full", {}), False, full, lacks=lacks),
-        *(Way(parameters, False, taken) for parameters, taken in zip(parsed, others, strict=True)),
+        Setup(modes.parse("full", {}), False, full, lacks=lacks),
+        *(Setup(parameters, False, taken) for parameters, taken in zip(parsed, others, strict=True)),
     ]
 
 
@@ -220,20 +222,22 @@ def begun(first: Choice | None = None, speed: float = 10) -> Auto:
 
 def test_a_way_that_has_run_is_corrected_and_others_by_the_mean():
     found = made(0.05, 0.03, 0.02)
-    assert choose(found, 0.1, {"full": 3.0}).way.name == "speculative 4096"
-    assert choose(found, 0.08, {"full": 3.0}).way.name == "speculative 2048"
-    assert choose(found, 0.1, {"full": 3.0, "speculative": 1.0}).way.name == "speculative 4096"
-    assert choose(found, 0.1, {"full": 1.5, "speculative": 9.0}).way.name == "full"
+    assert choose(found, 0.1, {"full": 3.0}).setup.name == "speculative 4096"
+    assert choose(found, 0.08, {"full": 3.0}).setup.name == "speculative 2048"
+    assert choose(found, 0.1, {"full": 3.0, "speculative": 1.0}).setup.name == "speculative 4096"
+    assert choose(found, 0.1, {"full": 1.5, "speculative": 9.0}).setup.name == "full"
 
 
 def test_what_comes_over_the_link_is_beside_the_rest_and_counts_as_it_was_measured():
     shares = (0.0, 0.25, 0.5)
-    ways_by_share = [possible("8B", SLOW_LINK, 64_000, new={"speculative": share}) for share in shares]
-    none, quarter, half = (next(way for way in ways if way.name == "speculative 2048") for ways in ways_by_share)
+    setups_by_share = [possible("8B", SLOW_LINK, 64_000, new={"speculative": share}) for share in shares]
+    none, quarter, half = (
+        next(setup for setup in setups if setup.name == "speculative 2048") for setups in setups_by_share
+    )
     moved = 0.25 * (2048 - 2048 // 4) * 31 / 32 * 131_072 / 3e9  # but the window, and the first layer
     assert quarter.seconds - none.seconds == pytest.approx(moved)
     assert half.seconds - quarter.seconds == pytest.approx(moved)
-    assert [choose(ways, 0.1).way.name for ways in ways_by_share] == [
+    assert [choose(setups, 0.1).setup.name for setups in setups_by_share] == [
         "speculative 32768",
         "speculative 16384",
         "speculative 8192",
@@ -263,16 +267,16 @@ def test_what_is_known_of_a_way_that_does_not_run_fades():
         answers += 1
         assert answers < 20
     assert answers > 3
-    assert chosen.way.name == "full"
+    assert chosen.setup.name == "full"
 
 
 # ---- when it changes
 
 
 def test_a_more_faithful_way_is_gone_back_to_only_where_it_is_quick_with_ease():
-    assert choose(made(0.09, 0.05), 0.1).way.name == "full"
-    assert choose(made(0.09, 0.05), 0.1, current=made(0.09, 0.05)[1]).way.name == "speculative 4096"
-    assert choose(made(0.07, 0.05), 0.1, current=made(0.09, 0.05)[1]).way.name == "full"
+    assert choose(made(0.09, 0.05), 0.1).setup.name == "full"
+    assert choose(made(0.09, 0.05), 0.1, current=made(0.09, 0.05)[1]).setup.name == "speculative 4096"
+    assert choose(made(0.07, 0.05), 0.1, current=made(0.09, 0.05)[1]).setup.name == "full"
 
 
 def test_between_answers_nothing_goes_back_within_64_tokens():
@@ -280,7 +284,7 @@ def test_between_answers_nothing_goes_back_within_64_tokens():
     chooser = begun(choose(quick, 0.1))
     chooser.entered(chooser.between(slow, 10), 10)
     assert chooser.between(quick, 10 + 63) is None
-    assert chooser.between(quick, 10 + 64).way.name == "full"
+    assert chooser.between(quick, 10 + 64).setup.name == "full"
 
 
 def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
@@ -289,7 +293,7 @@ def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
     chooser.note(found, 0.14)
     assert chooser.within(found, 64, 0.14) is None
     chooser.note(found, 0.3)
-    assert chooser.within(found, 64, 0.3).way.name == "speculative 4096"
+    assert chooser.within(found, 64, 0.3).setup.name == "speculative 4096"
 
 
 def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
@@ -298,7 +302,7 @@ def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
     chooser.entered(choose(found[1:], 0.1), 100)
     chooser.ratios = {"full": 0.1, "speculative": 5.0}
     assert chooser.within(found, 100 + 63, 0.2) is None
-    assert chooser.within(found, 100 + 64, 0.2).way.name == "speculative 2048"
+    assert chooser.within(found, 100 + 64, 0.2).setup.name == "speculative 2048"
 
 
 def test_in_an_answer_nothing_is_entered_that_does_not_help():
