@@ -23,16 +23,18 @@ SINKS_OF_GUESS = 4  # first tokens that a step reads whose token is only a guess
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots of the layers ``first`` to ``last`` (exclusive): ``pages`` retrieved pages, ``sink`` and ``window`` tokens.
+    """What the slots of layers ``first`` to ``last`` (exclusive) hold: sinks, a window, retrieved pages, pinned tokens.
 
-    ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
-    the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
-    may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (pages it has none)
-    is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
-    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. A layout
-    ``in_place`` (unordered, or not shared with a window only) is a table alone, in unified memory: attention reads the
-    tokens it names in the host pool. There is room on the device, which all layers share, to copy the first ``staged``
-    pages of what spills ahead.
+    Attributes:
+        shared: all layers and heads hold the same tokens and have one table.
+        heads: the KV heads that have slots, equally many in each layer; None for all.
+        unordered: a token may lie in any slot; a new one takes a free slot, which the mode provides. Only for a shared
+            window.
+        spills: attention reads tokens that left the window from the host pool. Only without pages.
+        pinned: tokens of pinned messages, which keep their slots; other slots of the same tokens stay masked.
+        in_place: there is a table alone, in unified memory; attention reads the tokens it names in the host pool. Only
+            for a window that is unordered or not shared.
+        staged: pages that can be copied ahead, the first of what spills, to a buffer that all layers share.
     """
 
     first: int
@@ -50,7 +52,7 @@ class Layout:
 
     @property
     def listed(self) -> bool:
-        """In place, with tables that the mode writes anew at each step, layer by layer, before they are read."""
+        """In place, and the mode rewrites each layer's table in every step before the layer attends."""
         return self.in_place and not self.shared
 
     def width(self, geometry: Geometry) -> int:
@@ -72,22 +74,27 @@ class Layout:
 
 
 class DeviceSlots:
-    """The slots of the layers of one ``Layout``.
+    """The slots of the layers of one ``Layout``; H is its number of KV heads.
 
-    H is the layout's number of KV heads; ``heads [layers, H]`` names them, None where they are all. ``kv [layers, 2, H,
-    n, d]`` holds keys and values, ``table [tables, H or 1, n]`` (int32) the position in each slot or -1, and
-    ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
-    page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
-    ``held [n]`` (int32), of an unordered layout only, is what its mode knows to lie in each slot, read or not; the mode
-    clears it where that ends. ``in_place`` there is neither ``kv`` nor ``held``; the table is filled from the front. A
-    ``listed`` one is ascending, has ``named`` entries in each layer, as many for all heads, and is ``attended`` too.
-    ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
-    ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps. Where ``recent_only`` is
-    not 0 attention does not read what spills, and without slots only the sinks and so many recent tokens: the step's
-    token is a guess. The tokens ``on_cpu``, the last that spill, the GPU does not read in a layer where ``other_part``
-    gives what the CPU attends to there, as ``HostAttention.answer``. ``staging [staged, kv_heads, 2, p, d]`` is laid
-    out as in the host pool; once ``arrived`` was called its first ``staged`` pages are those of layer
-    ``staged_layer``. ``stored`` is by layer how a CPU's operations see ``kv``.
+    Attributes:
+        heads: ``[layers, H]``, the KV heads; None for all.
+        kv: keys and values, ``[layers, 2, H, n, d]``; none in place.
+        table: the position in each slot or -1, int32 ``[tables, H or 1, n]``; in place it is filled from the front.
+        attended: the table as the last attention saw it; of a ``listed`` layout the table itself.
+        named: of a ``listed`` layout the entries of each layer's table, ascending and equally many for all heads.
+        pages: the pages in the page slots, int64 ``[layers, H, k]``; the table says which of their tokens may be read.
+        page_blocks: the rows of ``blocks`` in which they lie, ``[H, k]``.
+        held: of an unordered layout the token in each slot, read or not, int32 ``[n]``; the mode keeps it up to date.
+        current_slot: the slot of the token being decoded, int64 ``[1]``.
+        ring: the first slot of the window.
+        read_pairs: (token, KV head, layer) triples that attention read, summed over steps.
+        recent_only: if not 0 the step's token is only a guess: attention reads nothing that spills, and without slots
+            only the sinks and so many recent tokens.
+        on_cpu: the last of the tokens that spill, which the CPU attends to.
+        other_part: in a layer where the CPU or an index covers other tokens, gives attention to them as in ``attend``.
+        staging: room for staged pages, ``[staged, kv_heads, 2, p, d]`` as in the host pool; once ``arrived`` was called
+            its first ``staged`` pages are those of layer ``staged_layer``.
+        stored: by layer, ``kv`` as a CPU's operations see it.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -216,9 +223,9 @@ class DeviceSlots:
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
     def grown(self, layout: Layout) -> DeviceSlots:
-        """The same tokens in more slots; only for windows that have not come round yet, and unordered layouts.
+        """The same tokens in more slots; only for unordered layouts and windows that have not wrapped around yet.
 
-        Where there are as many, which only begin to spill, they stay what they are.
+        If only ``spills`` or ``staged`` change the slots stay as they are.
         """
         if replace(layout, spills=self.layout.spills, staged=self.layout.staged) == self.layout:
             self.layout = layout
@@ -244,7 +251,7 @@ class DeviceSlots:
         return torch.empty((self.layout.staged, g.kv_heads, 2, g.page, g.d), dtype=g.dtype, device=device)
 
     def _resettled(self, layout: Layout) -> DeviceSlots:
-        """The tokens of an unordered layout in as many slots as ``layout`` has, from the first slot on."""
+        """The tokens of an unordered layout, moved to the first slots of ``layout``."""
         other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)
         held, read = (
@@ -282,7 +289,7 @@ class DeviceSlots:
         return bias
 
     def unmasked(self, bias: Tensor, window: int | None) -> Tensor:
-        """The slots that the ``bias`` of a shared table and a window lets be read, ``[1, m]`` int32."""
+        """The slots that ``bias``, of a shared table and a window, leaves open: int32 ``[1, m]``."""
         if window not in self._unmasked:
             self._unmasked[window] = (bias[0, 0] == 0).nonzero().view(1, -1).to(torch.int32)
         return self._unmasked[window]
