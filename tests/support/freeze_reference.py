@@ -12,7 +12,7 @@ from support.dense_attention import softmax
 from support.reference import Conversation, FullReference
 from torch import Tensor
 
-from kvchat.kv.modes.freeze_timers import FOLLOWING, NAMED_SCORE, RULES, SOUGHT
+from kvchat.kv.modes.freeze_timers import FOLLOWING, HOT_SCORE, RETRIEVED, RULES
 
 
 def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
@@ -90,25 +90,25 @@ class Simulation:
         """Return the tokens from each one on that is being copied, by ``scores`` of those that were read."""
         if not self.rule.recalls:
             return set()
-        retrieved = (j for j, s in scores.items() if self._may(j) and s > SOUGHT * self.p["tau"])
+        retrieved = (j for j, s in scores.items() if self._may_freeze(j) and s > RETRIEVED * self.p["tau"])
         return {i for j in retrieved for i in range(j, min(j + FOLLOWING, self.total))}
 
     def _thaw_hot(self, hot: Set[int]) -> None:
         self.c |= dict.fromkeys(hot, 0)
-        self.score |= dict.fromkeys(hot, NAMED_SCORE)
+        self.score |= dict.fromkeys(hot, HOT_SCORE)
         self.d = {j: n for j, n in self.d.items() if j not in hot}
 
     def _limit(self, waiting: dict[int, int], theirs: Set[int]) -> None:
         """Freeze the least relevant above the budget; ``waiting`` tokens would return, the longest waiting first."""
         if self.p["budget"] is None:
             return
-        urgency = {j: self.score.get(j, 0.0) for j in self.active() if self._may(j)}
+        urgency = {j: self.score.get(j, 0.0) for j in self.active() if self._may_freeze(j)}
         urgency |= {j: max(urgency[j], 0.01) * (1 - n) for j, n in waiting.items() if j in urgency}
         beyond = len([j for j in self.pins if j >= self.rule.sink])
         out = best(urgency, len(self.active()) - (self.p["budget"] + beyond - 1), theirs)
         self.d |= {j: waiting.get(j, 1) for j in out}
 
-    def _may(self, j: int) -> bool:
+    def _may_freeze(self, j: int) -> bool:
         """The token may be frozen."""
         old = self.rule.sink <= j < self.total - self.p["K"]
         return old and j not in self.pins and not (self.rule.protects and j in self.pinned)
@@ -117,7 +117,7 @@ class Simulation:
         c = self.c.get(j, -(j % self.rule.stagger))
         if self.rule.recalls and s > self.p["tau"] and c > 0:
             return c // 2
-        return c + 1 if s < self.p["tau"] and self._may(j) else c
+        return c + 1 if s < self.p["tau"] and self._may_freeze(j) else c
 
     def _steps(self, c: int) -> int:
         return math.floor(math.sqrt(max(c, 0)) / self.p["k"])
@@ -125,7 +125,7 @@ class Simulation:
     def _leaving(self, scores: dict[int, float], theirs: Set[int]) -> set[int]:
         """Return the tokens flagged often enough, none below the floor."""
         least = 1 + self.rule.same_step
-        may = {j: s for j, s in scores.items() if self._may(j)}
+        may = {j: s for j, s in scores.items() if self._may_freeze(j)}
         flagged = {j: s for j, s in may.items() if s < self.p["tau"] and self._steps(self._count(j, s)) >= least}
         return best(flagged, len(scores) - self.rule.floor, theirs) if self.rule.floor else set(flagged)
 

@@ -92,10 +92,10 @@ class Freeze(Mode):
         self._pin_to_sinks()
         self.rule = replace(self.rule, sink=self.sink)
         self.pin(())
-        self.timers: Timers | None = None
         self._size = 0
         self._peak = 0
         self._looked_at = 0
+        self._entered_at = -1
         self._read_from: int | None = None  # where the part of a prompt begins that was read since the last fill
 
     def pin(self, positions: Sequence[int]) -> None:
@@ -112,10 +112,10 @@ class Freeze(Mode):
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        # When a switch to another mode fails this one is entered again, and goes on.
-        if self.timers is None:
-            timers = CpuTimers if state.ops.reads_back else Timers
-            self.timers = timers(self.parameters, state.device, self.geometry.headroom, self.rule)
+        # If a switch to another mode fails this one is entered again and keeps its timers.
+        if self._entered_at < 0:
+            kind = CpuTimers if state.ops.reads_back else Timers
+            self.timers: Timers = kind(self.parameters, state.device, self.geometry.headroom, self.rule)
             self.bounds = PageBounds(self.geometry, state.device)
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
@@ -130,8 +130,8 @@ class Freeze(Mode):
             self.bounds.compute(layer, start, keys)
 
     def fill(self, fresh: bool) -> None:
-        total, timers = self.state.total, self._timers
-        timers.restore(self.state.steps)
+        total, timers = self.state.total, self.timers
+        timers.undo(self.state.steps)
         timers.reserve(total)
         timers.truncate(total)
         if self._read_from is not None:
@@ -147,7 +147,7 @@ class Freeze(Mode):
         self._fill_slots()
 
     def recover(self, level: Level) -> None:
-        timers, total = self._timers, self.state.total
+        timers, total = self.timers, self.state.total
         frozen = timers.frozen[:total]
         if level == "SR":
             timers.wake(frozen & (timers.timer[:total] > 1))
@@ -162,12 +162,12 @@ class Freeze(Mode):
 
     def _fill_slots(self) -> None:
         """Make the slots hold exactly the tokens that the next one reads."""
-        frozen = self._timers.frozen
+        frozen = self.timers.frozen
         self.slots.held.fill_(EMPTY)
-        self._fit(self._timers.awake(self.state.total) + 1)
+        self._fit(self.timers.num_awake(self.state.total) + 1)
         slots = self.slots
         if slots.layout.in_place:
-            self._timers.list_awake(self.state.total, slots.table[0, 0])
+            self.timers.list_awake(self.state.total, slots.table[0, 0])
             return
         table = slots.table[0, 0].clone()
         table.masked_fill_((table != EMPTY) & frozen[table.long()], EMPTY)
@@ -197,28 +197,28 @@ class Freeze(Mode):
 
     def prepare_step(self) -> Step:
         tokens = self.state.total + 1
-        self._timers.reserve(tokens)
-        self._timers.keep(self.state.steps)
+        self.timers.reserve(tokens)
+        self.timers.save(self.state.steps)
         if self.rule.recalls:
             self.bounds.reserve(self.state.capacity)
             self.bounds.tokens = tokens
-        needed = self._timers.awake(self.state.total) + 1
+        needed = self.timers.num_awake(self.state.total) + 1
         self._fit(needed)
         return Step(exact=needed == tokens and self._all_arrive(needed - 1))
 
     @property
     def _most_moved(self) -> int:
-        return max(MOST_MOVED, self._timers.capacity // MOVED_SHARE) if self.rule.recalls else FOREVER
+        return max(MOST_MOVED, self.timers.capacity // MOVED_SHARE) if self.rule.recalls else FOREVER
 
     def _all_arrive(self, awake: int) -> bool:
-        """True if the step reads all that are ``awake``, because it may move those that its slots lack."""
+        """True if a step can read all ``awake`` tokens: no more are missing from the slots than it may move."""
         table, held = self.slots.table[0, 0], self.slots.held
         if self.slots.layout.in_place or awake <= self._most_moved:
             return True
-        return awake - self._timers.lying(table, held) <= self._most_moved
+        return awake - self.timers.num_awake_in_slots(table, held) <= self._most_moved
 
     def forward_begin(self, position: Tensor) -> None:
-        self._return(position)
+        self._restore(position)
         super().forward_begin(position)
         self._scores = Scores(self.parameters.score, self.sink, self.slots.table[0, 0])
         self._keys = list[Tensor]()
@@ -234,29 +234,29 @@ class Freeze(Mode):
             self._scores.add_products(query, self.state.ops.keys(self.slots, layer), spec, self.state.position)
 
     def forward_end(self, position: Tensor) -> None:
-        table, timers = self.slots.table[0, 0], self._timers
+        table, timers = self.slots.table[0, 0], self.timers
         hot = None
         if self.rule.recalls:
             self._widen_bounds(position)
             hot = self._hot_pages(position)
         timers.observe(position, table, self._scores.result(), self.state.control, hot)
         if not self.slots.layout.in_place:  # quantized pages come from the host
-            timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.quantized_share is None)
-        timers.close(table)
+            timers.note_held(table, self.slots.held, keeps=self.state.host.quantized_share is None)
+        timers.drop_frozen(table)
 
-    def _return(self, position: Tensor) -> None:
-        """Let the tokens be read that are not frozen; ``prepare_step`` made room for all.
+    def _restore(self, position: Tensor) -> None:
+        """Let the step read what is not frozen; ``prepare_step`` made room for all of it.
 
-        Many return after a step or two: those whose slot was not reused are read there again, of the others the
+        Many tokens return after a step or two. If a token's slot was not reused it is still there; of the others the
         most relevant are copied.
         """
-        slots, timers, table = self.slots, self._timers, self.slots.table[0, 0]
+        slots, timers, table = self.slots, self.timers, self.slots.table[0, 0]
         if slots.layout.in_place:
             self.thawed += timers.list_awake(self.state.total, table)
         else:
             reopened = timers.reopen(table, slots.held)
-            positions, taken = timers.absent(position, table, self._most_moved)
-            targets = timers.reused(table, slots.held, len(positions))
+            positions, taken = timers.missing(position, table, self._most_moved)
+            targets = timers.slots_to_reuse(table, slots.held, len(positions))
             self.state.transfer.load_into_free(slots, positions, targets, taken)
             self.thawed += reopened + taken.sum()
         layers = slots.layout.last - slots.layout.first
@@ -265,10 +265,10 @@ class Freeze(Mode):
     # ---- pages that a query asks for
 
     def _hot_pages(self, position: Tensor) -> Tensor:
-        """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
-        g, bounds, index = self.geometry, self.bounds.data, self._timers.index
+        """Mask ``[capacity + 1]`` of tokens in pages to which a KV head gave most of its weight at ``position``."""
+        g, bounds, index = self.geometry, self.bounds.data, self.timers.index
         if loops := self._loops():
-            hot = torch.zeros_like(self._timers.frozen)
+            hot = torch.zeros_like(self.timers.frozen)
             query = self.state.query.float().view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (numbers(tensor) for tensor in (query, bounds, self.state.scales, self.state.sight))
             loops.mark_hot(*states, int(position), g.page, MAJORITY, hot.numpy())
@@ -297,7 +297,7 @@ class Freeze(Mode):
 
     def graph_buffers(self) -> list[Tensor]:
         own = [self.bounds.data] if self.rule.recalls else []
-        return [*super().graph_buffers(), self.thawed, *self._timers.buffers(), *own]
+        return [*super().graph_buffers(), self.thawed, *self.timers.buffers(), *own]
 
     def report(self) -> ModeReport:
         capped = self.parameters.budget is not None
@@ -307,7 +307,7 @@ class Freeze(Mode):
         )
 
     def _stats(self) -> dict[str, Any]:
-        timers = self._timers
+        timers = self.timers
         frozen = timers.frozen[: self.state.total]
         away, steps = int(frozen.sum()), self.state.steps - self._entered_at
         waits = int(timers.timer[: len(frozen)][frozen].clamp(min=0).sum())
@@ -316,11 +316,6 @@ class Freeze(Mode):
             "mean timer": round(waits / away, 1) if away else 0.0,
             "restored per step": round(int(self.thawed) / steps, 1) if steps else 0.0,
         }
-
-    @property
-    def _timers(self) -> Timers:
-        assert self.timers is not None
-        return self.timers
 
     def _refuse_small_budget(self) -> None:
         least, budget = self.sink + self.window, self.parameters.budget

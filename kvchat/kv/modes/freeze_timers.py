@@ -1,4 +1,4 @@
-"""Freeze timers: per token how often it was found irrelevant, and for how long it stays away (ASR-KF-EGR, Eq. 3).
+"""Freeze timers: how often each token was found irrelevant, and how long it stays frozen (ASR-KF-EGR, Eq. 3).
 
 Everything is a tensor by position or by slot, of fixed shape within a step, and nothing is read back. On a CPU one pass
 that numba compiles takes the place of many operations. ``Scores`` gathers how relevant each token is (Eq. 2).
@@ -20,12 +20,12 @@ from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
 
-# What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
+# Least score of a token that the budget keeps frozen: its urgency must grow even if it scored 0.
 MIN_RETURN_SCORE = 0.01
-NAMED_SCORE = 1e9  # above all others, until the token is scored
-SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
+HOT_SCORE = 1e9  # above all others, until the token is scored
+RETRIEVED = 32  # times tau: the mean score of a token that one head retrieves and the others ignore
 FOREVER = 2**30  # steps
-FOLLOWING = 16  # tokens, from a retrieved one (its score is high) on
+FOLLOWING = 16  # tokens kept from each retrieved one on
 
 
 @dataclass(frozen=True)
@@ -92,52 +92,52 @@ class Timers:
         self.parameters = parameters
         self.rule = rule or rule_of(parameters)
         self.budget = parameters.budget
-        self.retrieved_above = SOUGHT * parameters.tau
+        self.retrieved_above = RETRIEVED * parameters.tau
         self._pin_mask: Tensor | None = None
         self.device = device
         self.headroom = headroom
         self.hold = torch.zeros((), dtype=torch.int32, device=device)
         self.capacity = 0
-        self._kept_at = -1
+        self._saved_at = -1
         self._prompt_end, self._at_prompt_end = 0, list[Tensor]()
         self._allocate(grown(0, headroom))
 
     def buffers(self) -> list[Tensor]:
-        return [*self.states(), *self._kept, self.index]
+        return [*self.states(), *self._saved, self.index]
 
     def states(self) -> list[Tensor]:
-        """Return those that a step changes."""
+        """The tensors that a step changes."""
         return [self.detections, self.timer, self.since, self.score, self.frozen, self.hold]
 
-    def keep(self, step: int) -> None:
-        """Remember the states before a step, which may fail when some of them have changed."""
-        for kept, state in zip(self._kept, self.states(), strict=True):
+    def save(self, step: int) -> None:
+        """Save the states before a step, which may fail after it changed some of them."""
+        for kept, state in zip(self._saved, self.states(), strict=True):
             kept.copy_(state)
-        self._kept_at = step
+        self._saved_at = step
 
-    def restore(self, step: int) -> None:
-        """Take back what the step has changed, if it came so far that its states were kept."""
-        if self._kept_at == step:
-            for kept, state in zip(self._kept, self.states(), strict=True):
+    def undo(self, step: int) -> None:
+        """Undo what the step changed, if its states were saved."""
+        if self._saved_at == step:
+            for kept, state in zip(self._saved, self.states(), strict=True):
                 state.copy_(kept)
-        self._kept_at = -1
+        self._saved_at = -1
 
     def reserve(self, tokens: int) -> None:
         if tokens > self.capacity:
             self._allocate(grown(tokens, self.headroom))
 
     def truncate(self, tokens: int) -> None:
-        """Forget the tokens from position ``tokens`` on; those in the window before it are read."""
-        self.detections[tokens:] = self._offsets(self.capacity + 1)[tokens:]
+        """Forget the tokens from position ``tokens`` on; wake those in the window before it."""
+        self.detections[tokens:] = self._first_counts(self.capacity + 1)[tokens:]
         self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
         if tokens < self._prompt_end - 1:
             self._prompt_end = 0
 
     def begin_answer(self, tokens: int, is_new: bool) -> None:
-        """Keep the states at the end of a prompt of all ``tokens``, 17 bytes each on the host, if it ``is_new``.
+        """Save the states at the end of a prompt that ``is_new``: 17 bytes on the host for each of ``tokens``.
 
-        One whose last token alone was read again, as where its answer is asked for again, gets the kept ones.
+        If only its last token was read again, because its answer is regenerated, restore them instead.
         """
         states = [state.view(-1)[:tokens] for state in self.states()]
         if is_new:
@@ -147,15 +147,15 @@ class Timers:
                 state.copy_(kept)
 
     def pin(self, tokens: Tensor | None, budget: int | None) -> None:
-        """Keep the tokens of a mask from freezing; its last entry, False, is for all later ones. Set the ``budget``."""
+        """Never freeze the tokens of a mask, whose last entry, False, stands for all later ones; set the ``budget``."""
         self._pin_mask, self.budget = tokens, budget
 
-    def awake(self, total: int) -> int:
+    def num_awake(self, total: int) -> int:
         """Number of the ``total`` tokens that the next one reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
     def observe(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor, hot: Tensor | None) -> None:
-        """One step: the tokens in ``table [n]`` scored ``score [n]``; ``frozen`` says what the next step leaves out.
+        """Update ``frozen`` for the next step: the tokens in ``table [n]`` scored ``score [n]`` in this one.
 
         ``position`` (0-d) is that of the newest token, ``hot [capacity + 1]`` the tokens of its hot pages.
         """
@@ -170,7 +170,7 @@ class Timers:
             self.limit(position + 1, control, waiting)
 
     def list_awake(self, total: int, table: Tensor) -> int:
-        """Let ``table [n]`` name those of ``total`` tokens that are not frozen, in order; return how many are new.
+        """Fill ``table [n]`` with those of ``total`` tokens that are not frozen, in order; return how many are new.
 
         Waits for the device.
         """
@@ -180,55 +180,53 @@ class Timers:
         table[: len(tokens)] = tokens.to(torch.int32)
         return new
 
-    def lying(self, table: Tensor, held: Tensor) -> int:
-        """Number of tokens that are not frozen and whose K/V lie in the slots; waits for the device."""
+    def num_awake_in_slots(self, table: Tensor, held: Tensor) -> int:
+        """Number of tokens that are not frozen and have K/V in the slots; waits for the device."""
         there = torch.where(table == EMPTY, held, table)
         return int(((there != EMPTY) & ~self.frozen[there.long()]).sum())
 
     def reopen(self, table: Tensor, held: Tensor) -> Tensor:
-        """Put the tokens that are not frozen into ``table [n]`` where they lie, in the slots of ``held [n]``.
-
-        Returns how many these are.
-        """
+        """Open in ``table [n]`` the slots of ``held [n]`` whose tokens are not frozen any more; return how many."""
         reopened = (table == EMPTY) & (held != EMPTY) & ~self.frozen[held.long()]
         table.copy_(torch.where(reopened, held, table))
         return reopened.sum()
 
-    def absent(self, position: Tensor, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Up to ``most`` tokens before ``position`` that are not frozen and not in ``table [n]``, most relevant first.
+    def missing(self, position: Tensor, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Up to ``most`` tokens before ``position`` that are neither frozen nor in ``table [n]``, most relevant first.
 
-        Their positions, int64 ``[m]``, and which of these there are, bool ``[m]``.
+        Returns:
+            Positions, int64 ``[m]``, and a mask ``[m]`` of those that are valid.
         """
-        absent = ~self.frozen & (self.index < position)
-        absent = absent.index_fill(0, self._index(table), False)
-        score, positions = torch.where(absent, self.score, -1.0).topk(min(most, len(table), len(absent)))
+        missing = ~self.frozen & (self.index < position)
+        missing = missing.index_fill(0, self._index(table), False)
+        score, positions = torch.where(missing, self.score, -1.0).topk(min(most, len(table), len(missing)))
         return positions, score >= 0
 
-    def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
-        """The ``number`` empty slots of ``table [n]`` to use next, int64: those whose tokens stay frozen longest."""
+    def slots_to_reuse(self, table: Tensor, held: Tensor, number: int) -> Tensor:
+        """``number`` empty slots of ``table [n]``, int64, first those whose tokens stay frozen longest."""
         away = torch.where(held == EMPTY, FOREVER, self.timer[held.long()].clamp(min=0))
         return away.masked_fill(table != EMPTY, -1).topk(number).indices
 
-    def keep_in_slots(self, table: Tensor, held: Tensor, keeps: bool) -> None:
-        """Name in ``held [n]`` the tokens of ``table [n]`` whose K/V stays there when they freeze, if it does."""
+    def note_held(self, table: Tensor, held: Tensor, keeps: bool) -> None:
+        """Note in ``held [n]`` that slots still have the tokens of ``table [n]`` once these freeze, if it ``keeps``."""
         held.copy_(torch.where(table == EMPTY, held, table) if keeps else torch.full_like(held, EMPTY))
 
-    def close(self, table: Tensor) -> None:
-        """Take frozen tokens out of ``table [n]``."""
+    def drop_frozen(self, table: Tensor) -> None:
+        """Remove frozen tokens from ``table [n]``."""
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is retrieved."""
+        """For each token in ``table [n]``: its flags, the steps to stay frozen (0: none), whether it is retrieved."""
         p, index = self.parameters, self._index(table)
-        may = (table != EMPTY) & self._may(index, position + 1, control)
+        may = (table != EMPTY) & self._may_freeze(index, position + 1, control)
         low = may & (score < p.tau)
-        counts = self._counted(self.detections[index], low, score)
-        # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
+        counts = self._new_counts(self.detections[index], low, score)
+        # With same_step a timer of 1 runs out in the step that sets it: the token does not leave at all.
         away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.retrieved_above)
 
     def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
-        """Store a step's results for the tokens in ``table [n]``; return whose timer ran out, ``[capacity + 1]``."""
+        """Store a step's results for the tokens in ``table [n]``; return which timers ran out, ``[capacity + 1]``."""
         index, leaves = self._index(table), away > 0
         self.timer -= 1
         for state, value in ((self.timer, away), (self.since, position.to(torch.int32))):
@@ -239,29 +237,29 @@ class Timers:
         return waiting
 
     def _index(self, table: Tensor) -> Tensor:
-        """The index into the state for each slot of ``table [n]``; for empty ones the last, whose state is unused."""
+        """The index into the state for each slot of ``table [n]``; empty slots get the dummy entry."""
         return torch.where(table != EMPTY, table, self.capacity).long()
 
     def thaw_hot(self, tokens: Tensor) -> None:
         """Unfreeze the tokens of a mask ``[capacity + 1]`` and reset their flags."""
         self.frozen &= ~tokens
         self.detections.masked_fill_(tokens, 0)
-        self.score.masked_fill_(tokens, NAMED_SCORE)
+        self.score.masked_fill_(tokens, HOT_SCORE)
 
     def _with_followers(self, table: Tensor, retrieved: Tensor, position: Tensor, hot: Tensor) -> Tensor:
-        """The mask ``hot`` with the ``FOLLOWING`` tokens from each ``retrieved [n]`` token on, up to ``position``."""
+        """The mask ``hot`` plus the ``FOLLOWING`` tokens from each ``retrieved [n]`` token on, up to ``position``."""
         before = torch.zeros_like(self.index).index_put_((self._index(table),), retrieved.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
         return hot | (near & (self.index <= position))
 
     def limit(self, total: Tensor, control: Tensor, waiting: Tensor) -> None:
-        """Freeze the least relevant tokens until the next one reads ``budget``, itself included.
+        """Freeze the least relevant tokens until the next token reads ``budget`` tokens, itself included.
 
-        ``total`` (0-d) tokens are stored. The urgency of those ``waiting [capacity + 1]``, whose timer ran out, grows.
+        ``total`` (0-d) tokens are stored. Tokens ``waiting [capacity + 1]``, whose timer ran out, grow more urgent.
         """
         assert self.budget is not None
         awake = ~self.frozen & (self.index < total)
-        may = awake & self._may(self.index, total, control)
+        may = awake & self._may_freeze(self.index, total, control)
         over = awake.sum() - (self.budget - 1)
         urgent = torch.where(waiting, self.score.clamp(min=MIN_RETURN_SCORE) * (1 - self.timer), self.score)
         order = torch.where(may, urgent, torch.inf).argsort(stable=True)
@@ -271,33 +269,33 @@ class Timers:
         self.timer.masked_fill_(out & ~waiting, 1)
 
     def wake(self, tokens: Tensor) -> None:
-        """The tokens of a mask ``[total]`` are read again."""
+        """Read the tokens of a mask ``[total]`` again."""
         self.frozen[: len(tokens)] &= ~tokens
 
-    def _counted(self, c: Tensor, low: Tensor, score: Tensor) -> Tensor:
-        """Detections after this step: one more where low, half where relevant."""
+    def _new_counts(self, c: Tensor, low: Tensor, score: Tensor) -> Tensor:
+        """Detections after this step: one more if ``low``, half if relevant."""
         counted = c + low.to(torch.int32)
         return torch.where((score > self.parameters.tau) & (c > 0), c // 2, counted) if self.rule.recalls else counted
 
     def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
-        """The least relevant of ``leaves [n]`` as long as more than ``floor`` of ``awake`` (0-d) tokens are read."""
+        """Of ``leaves [n]`` the least relevant, so many that ``floor`` of the ``awake`` (0-d) tokens are still read."""
         order = torch.where(leaves, score, torch.inf).argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return leaves & (rank < awake - self.rule.floor)
 
-    def _may(self, index: Tensor, total: Tensor, control: Tensor) -> Tensor:
-        """The tokens at positions ``index`` may be frozen: neither sinks nor in the window nor protected."""
+    def _may_freeze(self, index: Tensor, total: Tensor, control: Tensor) -> Tensor:
+        """Which tokens at positions ``index`` may freeze: no sinks, none in the window, none pinned or protected."""
         may = (index >= self.rule.sink) & (index < total - self.parameters.K)
         if self._pin_mask is not None:
             may &= ~self._pin_mask[index.clamp(max=len(self._pin_mask) - 1)]
         return may & ~control[index.clamp(max=len(control) - 1)] if self.rule.protects else may
 
-    def _offsets(self, entries: int) -> Tensor:
+    def _first_counts(self, entries: int) -> Tensor:
         return -(torch.arange(entries, dtype=torch.int32, device=self.device) % self.rule.stagger)
 
     def _allocate(self, capacity: int) -> None:
         fresh = {
-            "detections": self._offsets(capacity + 1),
+            "detections": self._first_counts(capacity + 1),
             "timer": torch.zeros(capacity + 1, dtype=torch.int32, device=self.device),
             "since": torch.zeros(capacity + 1, dtype=torch.int32, device=self.device),
             "score": torch.zeros(capacity + 1, device=self.device),
@@ -308,7 +306,7 @@ class Timers:
             if self.capacity:
                 tensor[: self.capacity] = getattr(self, name)[: self.capacity]
             setattr(self, name, tensor)
-        self._kept = kept
+        self._saved = kept
         self.index = torch.arange(capacity + 1, device=self.device)
         self.capacity = capacity
 

@@ -73,11 +73,11 @@ def test_growth_never_fails_a_step_when_everything_returns():
 @pytest.mark.parametrize("stagger", [1, 64])
 def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stagger):
     """The sets are those of copying everything that returns; what is read is checked against the host at every step."""
-    counted, keep = {}, Timers.keep_in_slots
+    counted, keep = {}, Timers.note_held
     for keeps in (True, False):
         with monkeypatch.context() as patch:
             if not keeps:
-                patch.setattr(Timers, "keep_in_slots", lambda self, table, held, keeps: keep(self, table, held, False))
+                patch.setattr(Timers, "note_held", lambda self, table, held, keeps: keep(self, table, held, False))
             run, read = at_once(score="always", stagger=stagger), []
             run.prefill(300)
             for _ in range(80):
@@ -96,10 +96,10 @@ def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stag
 @pytest.fixture
 def sixteen_a_step(monkeypatch):
     """A step copies 16 tokens at most, and slots keep nothing that is frozen, so that all of these are copied."""
-    keep = Timers.keep_in_slots
+    keep = Timers.note_held
     monkeypatch.setattr(freeze, "MOST_MOVED", 16)
     monkeypatch.setattr(freeze, "MOVED_SHARE", 1000)
-    monkeypatch.setattr(Timers, "keep_in_slots", lambda self, table, held, keeps: keep(self, table, held, False))
+    monkeypatch.setattr(Timers, "note_held", lambda self, table, held, keeps: keep(self, table, held, False))
 
 
 def moved_by_step(run: FreezeRun) -> int:
@@ -186,7 +186,7 @@ def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_ste
 def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monkeypatch, seeks):
     """Also beyond its page, which alone the query names."""
     if not seeks:
-        monkeypatch.setattr(freeze_timers, "SOUGHT", float("inf"))
+        monkeypatch.setattr(freeze_timers, "RETRIEVED", float("inf"))
     with ruled(floor=0, stagger=4):
         run = FreezeRun(strength=0.05, tau=1.5)
     run.prefill(800)

@@ -126,7 +126,7 @@ def test_the_table_names_in_order_what_is_not_frozen():
     assert timers.list_awake(8, table) == 5
     assert table.tolist() == [0, 3, 4, 6, 7] + [EMPTY] * 7
     timers.frozen[[0, 2]] = torch.tensor([True, False])
-    timers.close(table)
+    timers.drop_frozen(table)
     assert table.tolist() == [EMPTY, 3, 4, 6, 7] + [EMPTY] * 7
     assert timers.list_awake(9, table) == 2
     assert table.tolist() == [2, 3, 4, 6, 7, 8] + [EMPTY] * 6
