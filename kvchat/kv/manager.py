@@ -30,7 +30,7 @@ from kvchat.kv.prefill import Prefill, prefill_over
 from kvchat.kv.state import KVState
 from kvchat.units import size
 
-# Of torch's allocator for host memory, C++, the CUDA driver and its libraries: errors that have only their text.
+# Errors of torch's host allocator, C++, the CUDA driver and its libraries, which are known by their text alone.
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator|std::bad_alloc|(CUDA|HIP)( error|\])?: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
 )
@@ -38,10 +38,11 @@ ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
 class SlotsState(IntEnum):
-    """What the slots lack before the next step can read them. Filling them again mends the worst and what is before.
+    """What is wrong with the slots before the next step; a refill repairs a state and all lower ones.
 
-    STALE ones lack what was prefilled. Tables of DIRTY ones may name tokens whose K/V never arrived: a step or a refill
-    was cut short. MISSING ones are to be made: memory ran out while the mode was entered, or other tokens are pinned.
+    STALE: what was prefilled is not in them. DIRTY: a step or a refill was cut short, and tables may name tokens whose
+    K/V never arrived. MISSING: they must be allocated, because memory ran out while the mode was entered or other
+    tokens are pinned.
     """
 
     FILLED = 0
@@ -53,12 +54,12 @@ class SlotsState(IntEnum):
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode said of the last one in ``prepare_step``; ``effective_params`` are its parameters when
-    it was entered, with what was chosen for ``auto``.
+    ``step`` is what the mode's last ``prepare_step`` returned; ``effective_params`` are the mode's parameters when it
+    was entered, with what was chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
-    ``rollback_prefill``, as often as there are chunks. ``refill`` fills the slots at once, else the next step does.
+    ``rollback_prefill``, once for each chunk. ``refill`` fills the slots at once, else the next step does.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -86,11 +87,11 @@ class KVManager:
     # ---- a decode step
 
     def begin_step(self, control: bool = False) -> None:
-        """Make room for one token; a ``control`` token of the chat is kept by modes that have the choice.
+        """Make room for one token; modes that choose what to keep always keep a ``control`` token of the chat.
 
         Raises:
-            DoesNotFitError: the host has no memory for it; nothing changed. After any other error ``rollback_step``
-                is due.
+            DoesNotFitError: the host has no memory for it; nothing changed. After any other error call
+                ``rollback_step``.
         """
         self._began_at = self.total
         self._end_prefill()
@@ -112,7 +113,7 @@ class KVManager:
         return [*self.state.graph_buffers(), *self.mode.graph_buffers()]
 
     def forward_begin(self) -> None:
-        """Begin the step's forward. From here to ``forward_end`` all is work for the device: a graph can hold it."""
+        """Begin the step's forward. From here to ``forward_end`` a CUDA graph can capture everything."""
         state = self.state
         state.transfer.timer.begin_forward(self.step.kind)
         for slots in state.slots:
@@ -149,7 +150,7 @@ class KVManager:
 
     @contextmanager
     def guessing(self) -> Iterator[None]:
-        """Let the mode read little in the steps inside; then their tokens are forgotten, and count for nothing."""
+        """Let the mode read little in the steps inside; afterwards forget their tokens and do not count them."""
         state, total, steps = self.state, self.total, self.state.steps
         read = [(slots, slots.read_pairs.clone()) for slots in state.slots]
         self.mode.guess(True)
@@ -159,14 +160,14 @@ class KVManager:
             self.mode.guess(False)
             state.steps = steps
             if self.total > total:
-                self.truncate(total)  # before what may fail where memory is short: nobody else knows these tokens
+                self.truncate(total)  # first: what follows may run out of memory, and nobody else knows these tokens
             for slots, pairs in read:
                 slots.read_pairs.copy_(pairs)
 
     # ---- a prefill
 
     def begin_prefill(self, tokens: int, verifies: bool = False) -> None:
-        """Make room for a forward of ``tokens`` new tokens; where it ``verifies`` any of them may become the last one.
+        """Make room for a forward of ``tokens`` new tokens; if it ``verifies``, ``end_at`` may end it at any row.
 
         Raises:
             DoesNotFitError: the host has no memory for them; nothing changed.
@@ -182,7 +183,7 @@ class KVManager:
         )
 
     def commit_prefill(self, tokens: int, control: Sequence[int] = ()) -> None:
-        """Count the forward's ``tokens`` as stored; at the offsets ``control`` are the chat's control tokens."""
+        """Count the forward's ``tokens`` as stored; ``control`` are the offsets of the chat's control tokens."""
         self._end_prefill()
         if control:
             self.state.control[self.total + torch.tensor(control, device=self.state.device)] = True
@@ -191,7 +192,7 @@ class KVManager:
         self.state.after_step = False
 
     def end_at(self, row: int) -> None:
-        """Let this row of the forward that verified be the last token, by whose queries modes choose what to read."""
+        """Make this row of a forward that verified the last token: modes choose what to read by its queries."""
         for layer, queries in (self._verified or {}).items():
             self.state.query[layer].copy_(queries[:, row])
 
@@ -203,9 +204,9 @@ class KVManager:
             self._forget(self._began_at)
 
     def begin_reread(self, start: int) -> None:
-        """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.
+        """Begin a forward of stored tokens from position ``start`` on, to rebuild the state of layers without K/V.
 
-        They attend exactly, to the K/V that are stored; nothing stored changes.
+        It attends exactly to the stored K/V and does not change them.
         """
         self._end_prefill()
         self._reread_from = start
@@ -292,7 +293,7 @@ class KVManager:
         self._slots = before
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Attend to the stored tokens at ``positions`` in every mode and at every step, in place of those before.
+        """Attend to the stored tokens at ``positions`` in every mode and step, instead of those pinned before.
 
         Raises:
             DoesNotFitError: there is no room for their slots; those before stay pinned.
@@ -327,10 +328,10 @@ class KVManager:
         self._set_pins(checkpoint.pins)
 
     def adopt(self, prefix: CachedPrefix) -> int:
-        """Replace what is stored by the tokens of ``prefix``; return how many are stored then.
+        """Replace what is stored by the tokens of ``prefix``; return how many could be read.
 
         Raises:
-            DoesNotFitError: there is no memory for them; as after any error of ``prefix.read`` nothing is stored.
+            DoesNotFitError: there is no memory for them. After this or an error of ``prefix.read`` nothing is stored.
         """
         self.truncate(0)
         try:
@@ -349,16 +350,16 @@ class KVManager:
 
     @property
     def decodes(self) -> bool:
-        """The forward is a decode step's, whose layers may call ``attend_token``."""
+        """True in a decode step, whose layers may call ``attend_token``."""
         return self._prefill is None and self._reread_from is None
 
     @property
     def wants_ahead(self) -> bool:
-        """``estimated`` is to be called, in a decode step of this mode."""
+        """True if layers are to call ``estimated`` in this forward."""
         return self.decodes and self.mode.wants_ahead
 
     def estimated(self, layer: int, query: Tensor) -> None:
-        """Let the mode choose for ``layer`` by an estimate ``query [H_q, 1, d_k]``, before the layer before runs."""
+        """Let the mode choose for ``layer`` by an estimated ``query [H_q, 1, d_k]``, before layer - 1 runs."""
         self.mode.estimated(layer, query[:, 0])
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -425,7 +426,7 @@ class KVManager:
             self.state.resize(self.mode.plan(capacity).layouts, capacity)
 
     def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
-        """Tell a mode what may be taken for ``capacity`` tokens once ``released`` bytes are free."""
+        """Tell a mode the memory that it may take for ``capacity`` tokens once ``released`` bytes are free."""
         mode.limit(capacity, available.usable(available.free_bytes(self.state.device) + released), held)
 
 
@@ -498,7 +499,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(kv: KVManager, doing: str) -> Iterator[None]:
-    """Say what ran out of memory while ``doing`` something; what was stored before is kept.
+    """Turn out-of-memory errors while ``doing`` something into one that explains itself; what is stored is kept.
 
     Raises:
         OutOfMemoryError: instead of the errors of Python, the system and torch.
@@ -516,7 +517,7 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
 
 
 def _held(kv: KVManager) -> str:
-    """K/V where memory ran out; without a GPU all of it lies in the host pool."""
+    """The size of the K/V where memory ran out; without a GPU all of it is in the host pool."""
     if kv.state.device.type == "cpu":
         return f"{size(kv.state.host.nbytes, 2)} of K/V in RAM"
     return f"{size(kv.device_bytes, 2)} of K/V on {kv.state.device}"

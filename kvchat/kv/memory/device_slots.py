@@ -69,8 +69,12 @@ class Layout:
         heads = (self.last - self.first) * self.width(geometry)
         tables = (1 if self.shared else heads) * (2 - self.listed) + (self.unordered and not self.in_place)
         pages = heads * self.pages * torch.int64.itemsize
-        rows = 0 if self.in_place else heads * n * 2 * geometry.row_bytes
-        return rows + pages + tables * n * torch.int32.itemsize + self.staged * geometry.page_bytes
+        kv = 0 if self.in_place else self.kv_bytes(geometry, n)
+        return kv + pages + tables * n * torch.int32.itemsize + self.staged * geometry.page_bytes
+
+    def kv_bytes(self, geometry: Geometry, slots: int) -> int:
+        """Bytes of K and V in so many slots of each layer and KV head."""
+        return (self.last - self.first) * self.width(geometry) * slots * 2 * geometry.row_bytes
 
 
 class DeviceSlots:

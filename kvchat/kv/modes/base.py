@@ -6,7 +6,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
 from kvchat.kv.state import KVState
 
-AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # a budget that is not given, in tokens
+AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # the default budget in tokens
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ModelTraits:
     """Properties of the model, beside its geometry, that modes use.
 
     ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
-    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured, ``choice`` until it
-    was measured how many tokens its attention needs.
+    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured, ``choice`` until the
+    number of tokens that its attention needs was.
     """
 
     context: int
@@ -45,23 +45,23 @@ class ModelTraits:
 
 
 class ContextPolicy:
-    """What happens at the end of the model's context: a conversation ends there. A prompt reads everything stored.
+    """What happens at the end of the model's context. By default the conversation ends, and no token is stored beyond.
 
-    ``is_final``: no token is stored beyond it.
+    A policy that is not ``is_final`` goes on: it moves positions, and limits what a prompt reads.
     """
 
     is_final: ClassVar[bool] = True
 
     def base_of(self, position: int) -> int:
-        """The number subtracted from a token's position before its query and key are rotated; 0 within the context."""
+        """What is subtracted from a token's position before its query and key are rotated; 0 within the context."""
         return 0
 
     def model_position(self, position: Tensor) -> Tensor:
-        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
+        """The position (0-d int64) that the model gives a step's token: ``position`` less its base."""
         return position
 
     def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
+        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens, moved back to their own positions."""
         return keys
 
     def prompt_tokens(self, total: int) -> int:
@@ -69,20 +69,20 @@ class ContextPolicy:
         return sys.maxsize
 
     def limits_prompt(self, tokens: int) -> bool:
-        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        """True if a prompt's forward that ends with token number ``tokens`` reads less than everything."""
         return False
 
     def begin_prompt(self, tokens: int) -> int:
-        """Begin a prompt's forward up to token number ``tokens``; return the first stored one it reads, sinks aside.
+        """Begin a prompt's forward up to token number ``tokens``; return the first token after the sinks that it reads.
 
-        If it is limited, the slots were filled for its first token.
+        If it is limited the slots were filled for its first token.
         """
         return 0
 
     def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values that a limited forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
 
-        Given are the layer's keys and values of the tokens from ``begin_prompt`` on.
+        ``keys`` and ``values`` are the layer's, from the token that ``begin_prompt`` returned on.
         """
         return keys, values
 
@@ -91,7 +91,7 @@ class ContextPolicy:
 class Plan:
     """The device memory that a mode needs for a given capacity.
 
-    ``layouts`` are its slots, which together cover every layer; ``state_bytes`` is what it keeps beside them.
+    ``layouts`` are its slots, which together cover every layer; ``state_bytes`` is what it keeps besides.
     """
 
     layouts: Sequence[Layout]
@@ -102,16 +102,12 @@ class Plan:
 
     def moved_bytes(self, geometry: Geometry, tokens: int) -> int:
         """Bytes that filling the slots copies to the device when ``tokens`` are stored, at most."""
-        return self._bytes(geometry, lambda of: 0 if of.in_place else min(tokens, of.slots(geometry.page)))
+        copied = (layout for layout in self.layouts if not layout.in_place)
+        return sum(layout.kv_bytes(geometry, min(tokens, layout.slots(geometry.page))) for layout in copied)
 
     def chosen_bytes(self, geometry: Geometry) -> int:
         """Bytes of the slots whose tokens come and go as a mode chooses."""
-        return self._bytes(geometry, lambda of: of.pages * geometry.page)
-
-    def _bytes(self, geometry: Geometry, slots: Callable[[Layout], int]) -> int:
-        """Those of so many slots of each layer and head."""
-        rows = sum((of.last - of.first) * of.width(geometry) * slots(of) for of in self.layouts)
-        return rows * 2 * geometry.row_bytes
+        return sum(layout.kv_bytes(geometry, layout.pages * geometry.page) for layout in self.layouts)
 
 
 class TokenState(Enum):
@@ -131,12 +127,15 @@ class TokenState(Enum):
 class ModeReport:
     """The parameters, figures and warnings of a mode, for screens.
 
-    ``params`` are the parameters in force, with what was chosen for ``auto``; ``stats`` are figures that only this mode
-    has, in order. A token outside sinks and window of which at least ``resident_share`` of all (layer, KV head) pairs
-    are read counts as on the device, any other as ``absent``. The first ``on_host`` tokens lie on the host alone,
-    though they are read. A step may correct ``correctable`` heads; ``cosine`` is the mean cosine of their queries to
-    the last token's, summed over the steps since the mode was entered. ``badges`` are warnings that hold now, each with
-    its reason after a colon.
+    Attributes:
+        params: the parameters in force, with what was chosen for ``auto``.
+        stats: figures that only this mode has, in order.
+        absent: the state of tokens that are not on the device. A token outside sinks and window is on it if at least
+            ``resident_share`` of all (layer, KV head) pairs read it.
+        on_host: tokens, from the first on, that are in RAM alone although they are read.
+        correctable: heads that a step may correct.
+        cosine: mean cosine of their queries to the last token's, summed over the steps since the mode was entered.
+        badges: warnings that hold now, each with its reason after a colon.
     """
 
     params: dict[str, Any]
@@ -151,9 +150,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Step:
-    """The kind of the next step.
+    """The next step: steps of one ``kind`` run the same operations on the same shapes.
 
-    Steps of one ``kind`` run the same operations on the same shapes; an ``exact`` one reads all tokens before its own.
+    An ``exact`` step reads all tokens before its own.
     """
 
     kind: tuple[int, ...] = ()
@@ -193,13 +192,13 @@ class Mode:
         chooses_by_head: what a KV head reads depends on no other head: each process may have some of them.
         sink, window: first and most recent tokens that are always attended.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
-        choice: what was measured of the model and stands for parameters that were not given.
-        wants_choice: nothing was given: how many tokens the model's attention needs may be measured.
+        choice: measured values for parameters that were not given.
+        wants_choice: no parameter was given, so the number of tokens that attention needs may be measured.
         system_tokens: tokens of the system prompt.
-        pinned: of these, tokens that are attended whatever the mode keeps: all or none.
-        extra_sinks: pinned tokens that a mode keeps as sinks although its budget has no room for them.
-        context_policy: what happens where the model's context ends; of most modes the conversation: it is final.
-        pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
+        pinned: how many of these the mode always attends to: all or none.
+        extra_sinks: pinned tokens that are sinks beyond the budget.
+        context_policy: what happens where the model's context ends; in most modes the conversation ends.
+        pins: positions of pinned messages' tokens for which the mode needs slots, ascending; sinks are not among them.
         drafter: proposes tokens that one exact forward verifies together; only of a mode that reads everything.
     """
 
@@ -227,7 +226,7 @@ class Mode:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Take from ``parameters``, ``geometry`` and ``traits`` what the mode goes by.
+        """Derive the mode's constants from ``parameters``, ``geometry`` and ``traits``.
 
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
@@ -239,16 +238,16 @@ class Mode:
 
     @property
     def slots(self) -> DeviceSlots:
-        """Those of all layers, or of the layers that choose."""
+        """The slots of all layers, or of the layers that choose."""
         return self.state.slots[-1]
 
     @property
     def wants_ahead(self) -> bool:
-        """``estimated`` is to be called in a step."""
+        """True if layers are to call ``estimated``."""
         return False
 
     def _pin_to_sinks(self) -> None:
-        """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
+        """Make the pinned tokens sinks, beyond the budget; call it once ``sink`` is set."""
         self.extra_sinks = max(0, self.pinned - self.sink)
         self.sink += self.extra_sinks
 
@@ -270,13 +269,13 @@ class Mode:
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
         """Plan for at most ``free`` bytes from now on, if the mode can do with less than it wants.
 
-        ``held`` is the number of tokens that its slots have room for, and keep, where they were made already.
+        ``held``: tokens that its slots have room for, if they exist already and must keep what they hold.
         """
 
     def attach(self, state: KVState) -> None:
         """Take over freshly allocated, empty slots."""
         self.state = state
-        # Ends with one more position, which is not pinned: EMPTY and all later ones are looked up there.
+        # One entry more, False: EMPTY and all later positions are looked up there.
         self.pin_mask = torch.zeros(self.pins[-1] + 2 if self.pins else 1, dtype=torch.bool, device=state.device)
         self.pin_mask[torch.tensor(self.pins, dtype=torch.int64, device=state.device)] = True
 
@@ -284,28 +283,29 @@ class Mode:
         """Bring to the slots what the next token attends to.
 
         Called after entering the mode, after a prefill, after truncating and after a step that was cut short, which it
-        undoes; ``fresh`` says that everything stored may be read again, also what the mode had dropped for good.
+        undoes. If ``fresh`` everything stored may be read again, even what the mode had dropped for good.
         """
         for slots in filter(lambda slots: slots.n and not slots.layout.listed, self.state.slots):
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self._wanted_table(slots, slots.layout.window - 1))
 
     def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Look at a layer's tokens from ``start`` on, given ``keys`` and ``values [H, n, d]`` on the device.
+        """Look at a layer's new tokens, from position ``start`` on.
 
-        They are those of all tokens; of those that ``context_policy`` limits, from ``begin_prompt`` on.
+        ``keys`` and ``values [H, n, d]``, on the device, are those of all tokens; if ``context_policy`` limits the
+        prompt they begin with the token that ``begin_prompt`` returned.
         """
 
     def prepare_step(self) -> Step:
-        """Make room for a step's token in what the mode keeps, outside the graph; costs no wait where it can."""
+        """Make room for a step's token in what the mode keeps, outside the graph; avoid waiting for the device."""
         return Step()
 
     def guess(self, begins: bool) -> None:
-        """Read little from the next step on, whose tokens are only guessed, until it no longer ``begins``."""
+        """Read little from the next step on, because its token is only a guess, or (not ``begins``) as usual again."""
 
     @property
     def drafts_failed(self) -> bool:
-        """Drafts are off until the mode is entered again."""
+        """True if drafts are off until the mode is entered again."""
         return bool(self.drafter and self.drafter.failed)
 
     def graph_buffers(self) -> list[Tensor]:
@@ -318,7 +318,7 @@ class Mode:
             self.state.ops.assign(slots, position)
 
     def estimated(self, layer: int, query: Tensor) -> None:
-        """Act before the layer before runs, given an estimate ``query [H_q, d_k]`` of what this layer will ask."""
+        """Act before layer - 1 runs, given an estimate ``query [H_q, d_k]`` of this layer's query."""
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         """Act before the layer's attention, given the new token's ``query [H_q, d_k]`` and ``key [H, d_k]``.
@@ -329,7 +329,7 @@ class Mode:
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        """Act after the layer's attention, given its weights over each of its slots where they were asked for."""
+        """Act after the layer's attention, given its weights over each of its slots if they were asked for."""
 
     def forward_end(self, position: Tensor) -> None:
         """Act after the last layer."""
