@@ -139,10 +139,10 @@ class Walk:
         with torch.inference_mode():
             found = []
             for layer in range(self.model.layers):
-                shares, mask = inspect.of_tokens(self._state, layer), self.attended(layer)
+                shares, mask = inspect.attention_shares(self._state, layer), self.attended(layer)
                 read = mask.sum(-1)
-                pages = inspect.of_best_pages(shares, read, self._state.geometry.page)
-                found.append(torch.stack(((shares * mask).sum(-1), pages, inspect.of_best_tokens(shares, read))))
+                pages = inspect.covered_by_pages(shares, read, self._state.geometry.page)
+                found.append(torch.stack(((shares * mask).sum(-1), pages, inspect.covered_by_tokens(shares, read))))
             return torch.stack(found, 1)
 
 

@@ -1,8 +1,8 @@
-"""Reads back what was attended to, and what that covers; all of it waits for the GPU.
+"""Reads back what was attended to, and the coverage of that; all of it waits for the GPU.
 
-Coverage is the share of a step's attention that falls on the tokens it read: looked at between two steps, from the
-stored keys. Beside it stands what the best choice of as many tokens would cover, one by one or in pages: what a better
-index could gain. ``CoverageWatch`` looks while an answer is decoded, at a few heads at a time.
+Coverage is the share of a step's full attention that falls on the tokens it read, computed between two steps from the
+stored keys. What the best choice of as many tokens or pages would cover shows how much a better index could gain.
+``CoverageWatch`` measures coverage while an answer is decoded, a few heads at a time.
 """
 
 from __future__ import annotations
@@ -105,10 +105,9 @@ def read_tokens(state: KVState) -> float:
 
 
 def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
-    """The weights that attention over everything stored gives for the last token's query, float32 ``[H, G, total]``.
+    """The weights of the last token's full attention in KV ``heads``, whatever it read: float32 ``[H, G, total]``.
 
-    Of KV ``heads`` and each query head of theirs, whatever the mode reads; 0 beyond the layer's window. With learned
-    sinks a row sums to less than 1.
+    0 beyond the layer's window. With learned sinks a row sums to less than 1.
     """
     g, spec, p = state.geometry, state.specs[layer], state.geometry.page
     query = state.query[layer].float().view(g.kv_heads, g.group, g.d_k)[heads] * spec.scaling
@@ -130,10 +129,10 @@ def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     read = attended(state, layer)[heads]
     if bool((read.sum(-1) == min(state.total, int(state.sight[layer]))).all()):
         return torch.ones(len(read), device=read.device)
-    return (of_tokens(state, layer, heads) * read).sum(-1)
+    return (attention_shares(state, layer, heads) * read).sum(-1)
 
 
-def of_tokens(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
+def attention_shares(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     """Each stored token's share of a KV head's attention to all of them, ``[H, total]``: sums to 1."""
     shares = weights(state, layer, heads).mean(1)
     return shares / shares.sum(-1, keepdim=True)
@@ -148,43 +147,43 @@ def choose(state: KVState, least: int) -> TokenChoice:
     budgets = [budget for budget in BUDGETS if budget > least]
     numbers = torch.tensor([least, *budgets], device=state.device).expand(state.geometry.kv_heads, -1)
     with torch.inference_mode():
-        found = [_of_largest(of_tokens(state, layer), numbers).mean(0) for layer in _looked_at(state)]
+        found = [_sum_of_largest(attention_shares(state, layer), numbers).mean(0) for layer in _looked_at(state)]
         shares = (torch.stack(found).mean(0) - MARGIN).tolist()
     at = next((at for at, share in enumerate(shares) if share >= ENOUGH_COVERED), len(budgets))
     return TokenChoice(f"{state.total:,} stored tokens", round(shares[at], 4), [least, *budgets][at])
 
 
 def seeing_all(specs: Sequence[AttentionSpec], tokens: int) -> list[int]:
-    """The layers behind the first, which is read in full, without a window shorter than that; all, where none is so."""
+    """The layers after the first, which is read in full, that see all ``tokens``; all layers if there are none."""
     found = [layer for layer, spec in enumerate(specs) if layer and spec.first_seen(tokens) == 0]
     return found or list(range(len(specs)))
 
 
 def _looked_at(state: KVState) -> list[int]:
-    """Of these at most ``LAYERS``, of all depths."""
+    """At most ``LAYERS`` of the layers that see everything, of all depths."""
     layers = seeing_all(state.specs, state.total)
     return layers[:: -(-len(layers) // LAYERS)]
 
 
-def of_best_tokens(shares: Tensor, read: Tensor) -> Tensor:
-    """What the ``read [H]`` tokens with the largest of ``shares [H, total]`` cover, ``[H]``."""
-    return _of_largest(shares, read.unsqueeze(-1)).squeeze(-1)
+def covered_by_tokens(shares: Tensor, read: Tensor) -> Tensor:
+    """The coverage ``[H]`` of the best ``read [H]`` tokens: those with the largest ``shares [H, total]``."""
+    return _sum_of_largest(shares, read.unsqueeze(-1)).squeeze(-1)
 
 
-def of_best_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
-    """What the pages of ``page`` tokens with the largest shares cover that hold ``read [H]`` tokens at most, ``[H]``.
+def covered_by_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
+    """The coverage ``[H]`` of the best pages of ``page`` tokens that together hold at most ``read [H]`` tokens.
 
-    All where as many tokens are read as have a share.
+    1 if as many tokens are read as have a share.
     """
     missing = -shares.shape[1] % page
     whole = torch.nn.functional.pad(shares, (0, missing)).view(len(shares), -1, page).sum(-1)
     everything = read >= (shares > 0).sum(-1)
     numbers = torch.div(read, page, rounding_mode="floor").unsqueeze(-1)
-    return torch.where(everything, 1.0, _of_largest(whole, numbers).squeeze(-1))
+    return torch.where(everything, 1.0, _sum_of_largest(whole, numbers).squeeze(-1))
 
 
-def _of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
-    """What the largest of ``shares [H, n]`` sum to, as many as each of ``numbers [H, m]``: ``[H, m]``."""
+def _sum_of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
+    """The sums of the ``numbers [H, m]`` largest ``shares [H, n]``: ``[H, m]``."""
     summed = torch.nn.functional.pad(shares.sort(-1, descending=True).values.cumsum(-1), (1, 0))
     return summed.gather(-1, numbers.clamp(max=shares.shape[1])).clamp(max=1.0)
 
@@ -228,16 +227,16 @@ class CoverageWatch:
 
     @property
     def has_seen_enough(self) -> bool:
-        """True once so many heads were looked at that none of them decides."""
+        """True once enough heads were looked at that no single one decides the mean."""
         return len(self._seen) >= min(ENOUGH, len(self._parts))
 
     @property
     def lowest(self) -> float | None:
-        """The least that ``share`` was in this answer since enough heads were seen; ``share`` where they were not."""
+        """The lowest ``share`` in this answer since enough heads were seen; ``share`` itself before that."""
         return self.share if self._lowest is None else self._lowest
 
     def sample(self) -> None:
-        """Look at the next heads of which not everything was read, if it is time to; waits for the device then."""
+        """If it is time to, look at the next heads that did not read everything; waits for the device then."""
         if not self._state.after_step or self._clock() < self._due:
             return
         if self._state.device.type == "cuda":

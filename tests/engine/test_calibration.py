@@ -193,12 +193,12 @@ def test_switching_in_measures_on_what_is_stored(small_model, monkeypatch):
 def attending(monkeypatch, tokens: int) -> None:
     """Let every head attend to its last ``tokens`` alike, and to nothing else."""
 
-    def of_tokens(state, layer):
+    def attention_shares(state, layer):
         shares = torch.zeros(state.geometry.kv_heads, state.total)
         shares[:, -tokens:] = 1 / tokens
         return shares
 
-    monkeypatch.setattr(inspect, "of_tokens", of_tokens)
+    monkeypatch.setattr(inspect, "attention_shares", attention_shares)
 
 
 def test_speculative_mode_measures_how_many_tokens_the_attention_needs(small_model, monkeypatch):

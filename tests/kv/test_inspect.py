@@ -89,7 +89,7 @@ def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monke
             shares, read = expected(run, layer), attended(run.kv.state, layer)
             covered = inspect.covered(run.kv.state, layer)
             assert (covered - (shares * read).sum(-1)).abs().max() < WITHIN
-            assert (inspect.of_tokens(run.kv.state, layer) - shares).abs().max() < WITHIN
+            assert (inspect.attention_shares(run.kv.state, layer) - shares).abs().max() < WITHIN
             assert torch.allclose(inspect.covered(run.kv.state, layer, slice(2, 3)), covered[2:3])
             reads_all = read.sum(-1) == (shares > 0).sum(-1)
             assert (covered[reads_all] - 1).abs().max() < WITHIN if reads_all.any() else covered.max() < 1
@@ -100,12 +100,12 @@ def test_the_best_tokens_and_pages_are_those_of_a_search(read):
     shares = torch.rand((2, 10), generator=torch.Generator().manual_seed(read)).softmax(-1)
     number = torch.tensor([read, read])
     best = [max(map(sum, itertools.combinations(row.tolist(), min(read, 10)))) for row in shares]
-    assert torch.allclose(inspect.of_best_tokens(shares, number), torch.tensor(best, dtype=torch.float32))
+    assert torch.allclose(inspect.covered_by_tokens(shares, number), torch.tensor(best, dtype=torch.float32))
     pages = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
     masses = torch.tensor([[float(row[list(page)].sum()) for page in pages] for row in shares])
     wanted = [max(map(sum, itertools.combinations(row.tolist(), min(read // 4, 3)))) for row in masses]
     wanted = wanted if read < 10 else [1.0, 1.0]
-    assert torch.allclose(inspect.of_best_pages(shares, number, 4), torch.tensor(wanted, dtype=torch.float32))
+    assert torch.allclose(inspect.covered_by_pages(shares, number, 4), torch.tensor(wanted, dtype=torch.float32))
 
 
 # ---- looks while an answer is decoded

@@ -26,7 +26,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.modes.page_index import KeyCodes, PageBounds, ValueMeans
-from kvchat.kv.ops.selection import Asked, Candidates
+from kvchat.kv.ops.selection import Candidates, TokenQuery
 from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 from kvchat.models.fuse import kernels
@@ -106,7 +106,7 @@ def launch_everything(dtype, d, tokens):
         nothing = torch.zeros(codes.pages * g.page, dtype=torch.bool)
         for k in (476, 4096):
             held = torch.zeros((HEADS, 4200), dtype=torch.int32)[:, :k]
-            ops.choose_tokens(Asked(query, codes.of(0), bits, 0.1, means.of(0)), nothing, nothing, held)
+            ops.choose_tokens(TokenQuery(query, codes.of(0), bits, 0.1, means.of(0)), nothing, nothing, held)
 
 
 def launch_over_8_bit_pages(dtype, d, tokens):

@@ -169,7 +169,7 @@ class FreeKV(IndexedMode):
             return 2.0
         return TAU if self.parameters.tau is None else self.parameters.tau
 
-    def _index(self, device: torch.device) -> PageBounds | KeyCodes:
+    def _new_index(self, device: torch.device) -> PageBounds | KeyCodes:
         kind = self.parameters.index or "bits2"
         if kind in ("bits2", "bits4"):
             return KeyCodes(self.geometry, device, self.first, int(kind[-1]))

@@ -1,6 +1,7 @@
-"""What selection keeps of every page's keys, per layer and KV head: bounds, or codes of a few bits; its modes' base.
+"""Summaries of every page by which tokens are chosen, and the base of the modes that choose so.
 
-It follows the host pool by whole pages: the candidates of a step are full pages, or tokens in them.
+A summary of a page's keys, per layer and KV head, is bounds or codes of a few bits. It follows the host pool by whole
+pages: the candidates of a step are full pages, or tokens in them.
 
 There is no second level, such as bounds of 128 tokens that leave a quarter of the pages to the codes. By computation
 (``engine/cards.py``) reading all codes takes 5.6 of the 27.0 ms of an 8B's token in 4 bits after 131,072 tokens on an
@@ -29,8 +30,8 @@ from kvchat.kv.ops.selection import page_bounds
 from kvchat.kv.state import KVState
 
 BLOCK = 8  # tokens of a block of ``index=blocks``
-# Pages summed up by the same calls: of 30 layers each in calls of its own took twice as long, and what calls make
-# beside the rows is eight times a page's keys in 16 bits, which at once for 128K tokens would be gigabytes.
+# Pages summarized at once. Layer by layer, 30 layers took twice as long; and intermediate results are eight times a
+# page's keys in 16 bits: for 128K tokens at once gigabytes.
 TOGETHER, MOST = 64, 512
 BLOCK_SHARE = 0.25  # of the way from a block's mean key to its bounds
 
@@ -83,7 +84,7 @@ class PageIndex:
         return self.data[layer - self.first]
 
     def follow(self, host: HostPool) -> None:
-        """Cover the pages that were filled since; others need no rows yet."""
+        """Cover the pages that have become full since; others need no rows yet."""
         if host.total // self.geometry.page > self.tokens // self.geometry.page:
             self.refresh(host)
 
@@ -98,7 +99,7 @@ class PageIndex:
             self._read(host, start, min(start + MOST, end))
 
     def _read(self, host: HostPool, begin: int, end: int) -> None:
-        """Cover the pages from ``begin`` up to ``end``, which is after it."""
+        """Cover the pages from ``begin`` up to ``end``, at least one."""
         g, tokens = self.geometry, min(host.total, end * self.geometry.page)
         together = max(1, TOGETHER // (end - begin))
         for first in range(self.first, g.layers, together):
@@ -201,7 +202,10 @@ class ValueMeans(PageIndex):
 
 
 class IndexedMode(Mode):
-    """Sinks, a window and what an index of the stored keys chooses, behind a first layer that may be read in full."""
+    """Sinks, a window and what an index of the stored keys chooses; the first layer may be read in full.
+
+    ``summaries`` are the index and whatever else is kept of every page; ``first`` is the first layer that chooses.
+    """
 
     recovery_levels = ("WR", "FR", "RR")
     widens = True
@@ -212,7 +216,7 @@ class IndexedMode(Mode):
     summaries: Sequence[PageIndex]
 
     def _share_out(self, budget: int, sink: int, window: int, first_full: bool) -> None:
-        """Take ``budget``, of which sinks and window have their parts.
+        """Set ``budget``, and ``sink`` and ``window``, which are parts of it.
 
         Raises:
             UsageError: they do not fit, or the window is no page; DoesNotFitError: the model has one layer, read whole.
@@ -232,12 +236,12 @@ class IndexedMode(Mode):
                 "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
             )
 
-    def _index(self, device: torch.device) -> PageIndex:
+    def _new_index(self, device: torch.device) -> PageIndex:
         raise NotImplementedError
 
-    def _summarize(self, device: torch.device) -> Sequence[PageIndex]:
-        """The empty index, and what else is kept of every page."""
-        return [self._index(device)]
+    def _new_summaries(self, device: torch.device) -> Sequence[PageIndex]:
+        """The empty index, then whatever else is kept of every page."""
+        return [self._new_index(device)]
 
     def plan(self, capacity: int) -> Plan:
         return self._planned(self._layout(capacity, min(self.k, self.geometry.pages(capacity))), capacity)
@@ -251,7 +255,7 @@ class IndexedMode(Mode):
     def _planned(self, rest: Layout, capacity: int) -> Plan:
         """With ``rest`` for the layers that choose."""
         full = [everything(self.geometry, 0, self.first, capacity)] if self.first else []
-        page_bytes = sum(each.page_bytes for each in self._summarize(torch.device("meta")))
+        page_bytes = sum(each.page_bytes for each in self._new_summaries(torch.device("meta")))
         return Plan([*full, rest], self.geometry.pages(capacity) * page_bytes)
 
     def graph_buffers(self) -> list[Tensor]:
@@ -259,7 +263,7 @@ class IndexedMode(Mode):
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self.summaries = self._summarize(state.device)
+        self.summaries = self._new_summaries(state.device)
         for each in self.summaries:
             each.state = state
         self.index = self.summaries[0]

@@ -4,7 +4,7 @@ Per layer and KV head a token reads S sinks, the last W tokens, and of all other
 weight: the mean over the group of softmax(q . k^ / sqrt(d)), where k^ are the keys in two bits (``ops.key_codes``) and
 the softmax is over all tokens in full pages that the layer sees, so that a query head that looks at sinks and window
 has little to say. Tokens that are not read count as well: by the index each page's are given a weight, and its mean
-value (``selection.of_unread``).
+value (``selection.unread_part``).
 
 Sources, and what is ours: that tokens and not pages are chosen (FIER, arXiv 2508.08256, with one bit; Double Sparsity,
 arXiv 2408.07092, with some channels), scales by channel (KIVI, arXiv 2402.02750), and the query of a layer estimated
@@ -56,7 +56,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import ModeReport, Plan, Step, budget_of
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageIndex, ValueMeans
-from kvchat.kv.ops.selection import Asked, Places
+from kvchat.kv.ops.selection import Places, TokenQuery
 from kvchat.kv.state import KVState
 from kvchat.units import percent, size
 
@@ -75,13 +75,13 @@ class Speculative(IndexedMode):
     def _set_up(self) -> None:
         p = self.geometry.page
         given = {name: value for name, value in self.parameters.model_dump().items() if value is not None}
-        # What was measured holds together: where a part of it is given, all of it is left.
+        # The measured values belong together: if one of them is given, none is used.
         self.wants_choice = given.keys().isdisjoint(("budget", "index", "sink", "window"))
         self.choice = self.traits.choice if self.wants_choice else None
         values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
         budget: int = values.get("budget") or budget_of(self.parameters, self.traits.context)
         self.bits = BITS.get(values["index"], 0)
-        # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
+        # The token's own query finds near tokens as well as far ones; an estimated one needs a larger window.
         window = values.get("window", p if self.query == "own" else max(p, budget // QUARTER))
         self._share_out(budget, values["sink"], window, self.parameters.first_full)
         if not self.bits:
@@ -101,7 +101,7 @@ class Speculative(IndexedMode):
 
     @property
     def query(self) -> str:
-        """Whose query chooses, with what ``auto`` stands for."""
+        """Whose query chooses; never ``auto``."""
         return self.parameters.query or ("own" if self.geometry.unified else "ahead")
 
     @property
@@ -118,8 +118,8 @@ class Speculative(IndexedMode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self._estimates: dict[int, Tensor] = {}
-        self._unread: dict[int, Tensor] = {}  # what attention to a layer's unread tokens would add
-        self._begun: set[int] = set()  # layers whose tokens were chosen by an estimate in this step
+        self._unread: dict[int, Tensor] = {}  # by layer, the part of attention that falls on unread tokens
+        self._begun: set[int] = set()  # layers whose tokens an estimate has chosen in this step
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
@@ -161,9 +161,9 @@ class Speculative(IndexedMode):
     def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> tuple[Tensor, Tensor | None]:
         """The tokens ``[H, k]`` that ``query [H_q, d_k]`` chooses for slots that hold ``held``, none of ``hidden``.
 
-        And what attention to the others would add, ``[H, G, d_v + 1]``, where that is joined.
+        With ``rest=mean`` also the part of attention that falls on the others, ``[H, G, d_v + 1]``.
         """
-        return self.state.ops.choose_tokens(self._asked(layer, query), hidden, self._masked, held)
+        return self.state.ops.choose_tokens(self._token_query(layer, query), hidden, self._masked, held)
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
@@ -179,12 +179,12 @@ class Speculative(IndexedMode):
 
     # ---- inside
 
-    def _index(self, device: torch.device) -> KeyCodes:
+    def _new_index(self, device: torch.device) -> KeyCodes:
         return KeyCodes(self.geometry, device, self.first, self.bits)
 
-    def _summarize(self, device: torch.device) -> Sequence[PageIndex]:
+    def _new_summaries(self, device: torch.device) -> Sequence[PageIndex]:
         means = [ValueMeans(self.geometry, device, self.first)] if self.parameters.rest == "mean" else []
-        return [self._index(device), *means]
+        return [self._new_index(device), *means]
 
     def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
         if self.query == "ahead":
@@ -192,20 +192,20 @@ class Speculative(IndexedMode):
         return self.state.query[layer] if self.query == "last" else query
 
     def _begin(self, position: Tensor, stepping: bool) -> None:
-        """Choose from now on for the token at ``position`` (0-d); it is read too once its step has begun."""
+        """Prepare to choose for the token at ``position`` (0-d); if ``stepping`` it is stored and read too."""
         self._stepping = stepping
         self._estimates.clear()
         self._begun.clear()
         self._unread.clear()
         if self.slots.layout.in_place or not self.k:
             return
-        # Once a step, not by layer, and before the streams part, because both read it.
+        # Once a step for all layers, and before the side streams begin, because both read it.
         page = self.geometry.page
         tokens = torch.arange(self.index.pages * page, device=position.device)
         self._masked = (tokens < self.sink) | (tokens > position - self.window)
         if self.pins:
             self._masked |= self._is_pinned(tokens)
-        unknown = tokens >= position - position % page  # beyond full pages, which the index holds
+        unknown = tokens >= position - position % page  # the index has full pages alone
         self._hidden: dict[int | None, Tensor] = {None: unknown}
         for window in {spec.window for spec in self.state.specs[self.first :]}:
             if window is not None:
@@ -219,7 +219,7 @@ class Speculative(IndexedMode):
         if not self.k:
             return
         state = self.state
-        # A window that became known since the step began hides only what attention does not see either.
+        # A window noted only after the step began is not in ``_hidden``; attention masks what it does not see anyway.
         hidden = self._hidden.get(state.specs[layer].window, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         chosen, unread = self.choose(layer, query, hidden, held)
@@ -227,13 +227,13 @@ class Speculative(IndexedMode):
         if unread is not None:
             self._unread[layer] = unread
 
-    def _asked(self, layer: int, query: Tensor) -> Asked:
-        return Asked(query, self.index.of(layer), self.bits, self.state.scaling(layer), self._means(layer))
+    def _token_query(self, layer: int, query: Tensor) -> TokenQuery:
+        return TokenQuery(query, self.index.of(layer), self.bits, self.state.scaling(layer), self._means(layer))
 
     def _means(self, layer: int) -> Tensor | None:
-        """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them.
+        """The pages' mean values ``[H, page, d_v]``; None if the part of unread tokens is not joined.
 
-        That is where no step attends to what is chosen, scores are capped, or none are kept.
+        It is not joined outside a step, if nothing is chosen, with capped scores or with ``rest=none``.
         """
         is_capped = self.state.specs[layer].softcap is not None
         if not self._stepping or not self.k or is_capped or len(self.summaries) == 1:
@@ -241,7 +241,7 @@ class Speculative(IndexedMode):
         return self.summaries[1].of(layer)
 
     def _list(self, layer: int, query: Tensor) -> None:
-        """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
+        """List in the layer's table what the token after those stored reads, itself included in a step."""
         state, position = self.state, self.state.total
         seen = state.specs[layer].first_seen(position + 1)
         first, last = max(self.sink, seen), position - self.window
@@ -251,6 +251,6 @@ class Speculative(IndexedMode):
             return
         known = position - position % self.geometry.page
         places = Places(known, seen, first, last, position + self._stepping)
-        asked = self._asked(layer, query), places, self.k, self.pin_mask, self._stepping
+        asked = self._token_query(layer, query), places, self.k, self.pin_mask, self._stepping
         if (unread := state.ops.list_tokens(self.slots, layer, *asked)) is not None:
             self._unread[layer] = unread

@@ -26,7 +26,7 @@ from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import EMPTY, SINKS_OF_GUESS, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import key_codes
-from kvchat.kv.ops.selection import Asked, Candidates, Places
+from kvchat.kv.ops.selection import Candidates, Places, TokenQuery
 from kvchat.kv.ops.torch_ops import TorchOps
 
 MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
@@ -279,12 +279,12 @@ class CpuOps(TorchOps):
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def list_tokens(
-        self, slots: DeviceSlots, layer: int, asked: Asked, places: Places, k: int, pinned: Tensor, in_step: bool
+        self, slots: DeviceSlots, layer: int, by: TokenQuery, places: Places, k: int, pinned: Tensor, in_step: bool
     ) -> Tensor | None:
         g, table = self.geometry, slots.table_of(layer)
         if not (k and g.page == PAGE and (loops := _threaded(g.dtype, TOKENS))):
-            return super().list_tokens(slots, layer, asked, places, k, pinned, in_step)
-        query, index, bits, scaling, means = asked
+            return super().list_tokens(slots, layer, by, places, k, pinned, in_step)
+        query, index, bits, scaling, means = by
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         words = index.numpy()
         stored = words.view(np.uint32), words.view(np.uint16)

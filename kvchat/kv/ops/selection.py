@@ -1,4 +1,4 @@
-"""Selects the pages of each KV head and the copies that this needs: score, top-k, diff (torch reference).
+"""Chooses pages or tokens for each KV head: scores, top-k, and which slots change (torch reference).
 
 All shapes are fixed, nothing is read back to the host.
 """
@@ -18,7 +18,7 @@ NOTHING = -1e30  # the logarithm of no mass, finite: the difference of two infin
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The pages ``first`` to ``last`` (0-d int64, inclusive), and ``masked [page]`` (bool), all others."""
+    """The pages ``first`` to ``last`` (0-d int64, inclusive); ``masked [page]`` is true for all others."""
 
     first: int
     last: Tensor
@@ -30,10 +30,10 @@ class Candidates:
         return cls(first, last, (every < first) | (every > last))
 
 
-class Asked(NamedTuple):
-    """What tokens are chosen by: the ``query [H_q, d_k]``, and keys in ``bits`` bits, ``codes [H, page, words]``.
+class TokenQuery(NamedTuple):
+    """What tokens are chosen by: a ``query [H_q, d_k]`` and keys in ``bits`` bits, ``codes [H, page, words]``.
 
-    ``scaling`` is the layer's, ``means [H, page, d_v]`` are the pages' mean values, if what is not read is joined.
+    ``scaling`` is the layer's; ``means [H, page, d_v]`` are the pages' mean values if unread tokens are joined.
     """
 
     query: Tensor
@@ -44,10 +44,10 @@ class Asked(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions that divide what a token reads of a conversation: all from ``seen`` up to ``end`` but the candidates.
+    """Positions: a token reads all from ``seen`` up to ``end`` except the candidates, of which some are chosen.
 
-    The first ``known`` tokens, in full pages, stand in the index; ``first`` to ``last`` (known, not before the first)
-    are the candidates.
+    ``first`` to ``last`` (inclusive) are the candidates. The index has the first ``known`` tokens, in full pages, and
+    all candidates are among them.
     """
 
     known: int
@@ -115,28 +115,28 @@ def chosen_by(corrected: Tensor, query: Tensor, before: Tensor) -> Tensor:
 
 
 def heaviest(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
-    """The ``k`` places, tokens or pages, of highest weight of each KV head: softmax in float32, mean over the group.
+    """The ``k`` tokens or pages of highest weight of each KV head: softmax in float32, mean over the group.
 
     Args:
         scores: ``[H, G, n]``.
-        hidden: the places that have no weight, bool ``[n]``.
-        masked: the places that may not be chosen, bool ``[n]``; the softmax is over them too.
-        k: places to choose.
+        hidden: those that have no weight, bool ``[n]``.
+        masked: those that may not be chosen, bool ``[n]``; the softmax is over them too.
+        k: how many to choose.
 
     Returns:
         ``[H, k]`` int64, best first, -1 where there are fewer.
     """
     weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
-    # What may not be chosen must lose against one whose weight underflowed to 0.
+    # -inf, because even a weight that underflowed to 0 must win against what may not be chosen.
     return best(weights.masked_fill(masked | hidden, -torch.inf), k)
 
 
-def of_unread(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -> Tensor:
-    """What attention to tokens that are not read would add, by the pages' mean values: a part of it.
+def unread_part(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -> Tensor:
+    """The part of attention that falls on unread tokens, estimated by their pages' mean values.
 
     Args:
         scores: logits ``[H, G, n]`` by an index, of whole pages.
-        unread: the tokens meant, bool ``[H, n]``.
+        unread: which tokens are not read, bool ``[H, n]``.
         excess: how much too high the logarithms of the pages' masses are, ``[H, G, page]``.
         means: the pages' mean values ``[H, page, d_v]``.
 
@@ -151,15 +151,15 @@ def of_unread(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -> 
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """The ``k`` places of highest ``scores [H, n]``, -1 where the others have -inf or no number: int64 ``[H, k]``."""
+    """The indices of the ``k`` highest ``scores [H, n]``, -1 if only -inf or NaN are left: int64 ``[H, k]``."""
     values, chosen = scores.topk(min(k, scores.shape[-1]), -1)
     chosen = chosen.masked_fill(~(values > -torch.inf), EMPTY)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
 
 
-def are_among(chosen: Tensor, n: int) -> Tensor:
-    """Which of ``n`` places are ``chosen [H, k]``, where -1 is none: bool ``[H, n]``."""
-    # What is none is marked in one column more.
+def mask_of(chosen: Tensor, n: int) -> Tensor:
+    """The mask ``[H, n]`` of the indices ``chosen [H, k]``, where -1 is none."""
+    # -1 marks one more column, which is cut off.
     marks = torch.zeros((len(chosen), n + 1), dtype=torch.bool, device=chosen.device)
     return marks.scatter(1, chosen.masked_fill(chosen < 0, n), True)[:, :n]
 
@@ -179,14 +179,14 @@ def assign_slots(wanted: Tensor, resident: Tensor, places: int, reuse: bool = Fa
         wanted: ``[C, k]`` distinct tokens or pages, best first, -1 = none.
         resident: ``[C, n]`` distinct ones held by each slot, -1 = empty.
         places: how many tokens or pages there are.
-        reuse: nothing reads slots of what is not wanted.
+        reuse: nothing reads the slots of what is not wanted.
 
     Returns:
         ``[C, n]``, what each slot is to hold, -1 = none. Where empty slots are too few the last wait.
     """
     rows, n = resident.shape
     slots = torch.arange(n, device=resident.device).expand(rows, n)
-    # What is none is noted in one column more.
+    # -1 writes to one more column, which is then cleared.
     slot_of = wanted.new_full((rows, places + 1), EMPTY).scatter_(1, resident.masked_fill(resident < 0, places), slots)
     slot_of[:, places:].fill_(EMPTY)
     at = slot_of.gather(1, wanted.masked_fill(wanted < 0, places))
@@ -200,6 +200,6 @@ def assign_slots(wanted: Tensor, resident: Tensor, places: int, reuse: bool = Fa
     fits = missing & (rank < empty.sum(1, keepdim=True))
     target = torch.where(fits, empty_first.gather(1, rank.clamp(min=0, max=n - 1)), at)
     kept = (wanted >= 0) & (fits | ~missing)
-    # What has no slot is collected in one column more, which is cut off.
+    # What gets no slot is written to one more column, which is cut off.
     placed = resident.new_full((rows, n + 1), EMPTY)
     return placed.scatter_(1, torch.where(kept, target, n), wanted)[:, :n]

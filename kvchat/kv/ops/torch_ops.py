@@ -18,16 +18,16 @@ from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import (
-    Asked,
     Candidates,
     Places,
-    are_among,
+    TokenQuery,
     assign_slots,
     heaviest,
+    mask_of,
     needs_correction,
-    of_unread,
     page_scores,
     top_pages,
+    unread_part,
 )
 
 SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to be read once
@@ -191,12 +191,12 @@ class TorchOps:
         return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
-        self, asked: Asked, hidden: Tensor, masked: Tensor, resident: Tensor
+        self, by: TokenQuery, hidden: Tensor, masked: Tensor, resident: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The tokens that each slot is to hold next, and ``of_unread`` of the others that may be chosen.
+        """The tokens that each slot is to hold next, and ``unread_part`` of the others that may be chosen.
 
         Args:
-            asked: what they are chosen by.
+            by: what they are chosen by.
             hidden: the tokens that have no weight, bool ``[token]``.
             masked: the tokens that may not be chosen, bool ``[token]``.
             resident: ``[H, k]`` token held by each slot, -1 = none.
@@ -204,25 +204,25 @@ class TorchOps:
         Returns:
             int64 ``[H, k]``, -1 = none; float32 ``[H, G, d_v + 1]``, None without mean values.
         """
-        scores = self.token_scores(*asked[:4])
+        scores = self.token_scores(*by[:4])
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
         placed = assign_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
-        return placed, self._of_unread(asked, scores, ~(hidden | masked | are_among(wanted, scores.shape[-1])))
+        return placed, self._unread_part(by, scores, ~(hidden | masked | mask_of(wanted, scores.shape[-1])))
 
     def list_tokens(
-        self, slots: DeviceSlots, layer: int, asked: Asked, places: Places, k: int, pinned: Tensor, in_step: bool
+        self, slots: DeviceSlots, layer: int, by: TokenQuery, places: Places, k: int, pinned: Tensor, in_step: bool
     ) -> Tensor | None:
         """Name in the layer's table what each KV head reads.
 
         That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
-        be fewer), and the ``k`` candidates of highest weight by what is ``asked``; there are more than ``k``
+        be fewer), and the ``k`` candidates of highest weight by the query ``by``; there are more than ``k``
         candidates. ``in_step`` its attention follows, which may do it too.
 
         Returns:
-            ``of_unread``; None without mean values, or where attention joins it.
+            ``unread_part``; None without mean values, or where attention joins it.
         """
         known, seen, first, last, end = places
-        scores = self.token_scores(*asked[:4])
+        scores = self.token_scores(*by[:4])
         tokens = torch.arange(scores.shape[-1])
         is_pinned = torch.zeros(max(end, len(tokens)), dtype=torch.bool)
         is_pinned[: len(pinned)] = pinned[: len(is_pinned)]
@@ -235,15 +235,15 @@ class TorchOps:
         table[:, : named.shape[1]] = named
         table[:, named.shape[1] :] = EMPTY
         slots.named[layer - slots.layout.first] = named.shape[1]
-        unread = ~(hidden | masked | is_pinned[: len(tokens)] | are_among(best, len(tokens)))
-        return self._of_unread(asked, scores, unread)
+        unread = ~(hidden | masked | is_pinned[: len(tokens)] | mask_of(best, len(tokens)))
+        return self._unread_part(by, scores, unread)
 
-    def _of_unread(self, asked: Asked, scores: Tensor, unread: Tensor) -> Tensor | None:
-        """``of_unread`` of the tokens ``unread [H, n]`` with these ``scores``; None without mean values."""
-        if asked.means is None:
+    def _unread_part(self, by: TokenQuery, scores: Tensor, unread: Tensor) -> Tensor | None:
+        """``unread_part`` of the tokens ``unread [H, n]`` with these ``scores``; None without mean values."""
+        if by.means is None:
             return None
-        excess = key_codes.excess(asked.query, asked.codes, self.geometry.page, asked.bits, asked.scaling)
-        return of_unread(scores, unread, excess, asked.means)
+        excess = key_codes.excess(by.query, by.codes, self.geometry.page, by.bits, by.scaling)
+        return unread_part(scores, unread, excess, by.means)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         slots.open_pages(layers, first, last)

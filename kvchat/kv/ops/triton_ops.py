@@ -21,7 +21,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.eight_bit_ops import EightBitOps
-from kvchat.kv.ops.selection import Asked, Candidates
+from kvchat.kv.ops.selection import Candidates, TokenQuery
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select, tokens
 from kvchat.kv.ops.triton.language import host_tensors
@@ -113,12 +113,12 @@ class TritonOps(TorchOps):
             return tokens.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
-        self, asked: Asked, hidden: Tensor, masked: Tensor, resident: Tensor
+        self, by: TokenQuery, hidden: Tensor, masked: Tensor, resident: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         if not tokens.choosable(resident.shape[1]):
-            return super().choose_tokens(asked, hidden, masked, resident)
+            return super().choose_tokens(by, hidden, masked, resident)
         with self._on:
-            return tokens.choose_tokens(*asked[:4], hidden, masked, resident, asked.means, self.geometry.page)
+            return tokens.choose_tokens(*by[:4], hidden, masked, resident, by.means, self.geometry.page)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         with self._on:

@@ -18,7 +18,7 @@ from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.eight_bit_ops import EightBitOps
-from kvchat.kv.ops.selection import Asked, Candidates, page_bounds
+from kvchat.kv.ops.selection import Candidates, TokenQuery, page_bounds
 from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 
@@ -128,7 +128,7 @@ class _Step:
             by = self.query, index, bits, self.spec.scaling
             scores = self.ops.token_scores(*by)
             means = self.values[:, : PAGES * g.page].view(g.kv_heads, PAGES, g.page, -1).mean(2)
-            placed, unread = self.ops.choose_tokens(Asked(*by, means), hidden, masked, resident)
+            placed, unread = self.ops.choose_tokens(TokenQuery(*by, means), hidden, masked, resident)
             assert unread is not None
             resident.copy_(placed)
             chosen = torch.zeros((g.kv_heads, len(tokens) + 1), dtype=torch.bool, device=self.device)

@@ -11,7 +11,7 @@ from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops, key_codes
 from kvchat.kv.ops.numba import loops, pages, tokens
-from kvchat.kv.ops.selection import are_among, heaviest, of_unread
+from kvchat.kv.ops.selection import heaviest, mask_of, unread_part
 
 NONE = np.zeros(0, np.bool_)
 
@@ -144,9 +144,9 @@ def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(thr
     words = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
     attention = of_heads[1], 0.25, 0.0, np.empty((0, 0), np.float32), *stored
     means = values[:, :known].view(heads, -1, 32, d).mean(2).bfloat16()
-    unread = ~(masked | are_among(best, known))
+    unread = ~(masked | mask_of(best, known))
     excess = key_codes.excess(asking, index, 32, 2, 0.25)
-    added = of_unread(scores, unread, excess, means) if joins else None
+    added = unread_part(scores, unread, excess, means) if joins else None
     loops.use_threads(threads)
     joined = means.view(torch.uint16).numpy() if joins else np.empty((0, 0, 0), np.uint16)
     for _ in range(20):

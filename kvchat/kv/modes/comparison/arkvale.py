@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
 from kvchat.kv.modes.page_index import PageBounds
-from kvchat.kv.ops.selection import are_among, best
+from kvchat.kv.ops.selection import best, mask_of
 
 SINK_PAGES = 2
 NEWEST_PAGES = 2
@@ -47,7 +47,7 @@ class ArkVale(PageChoice):
     newest_pages = NEWEST_PAGES
     index: PageBoxes
 
-    def _index(self, device: torch.device) -> PageBoxes:
+    def _new_index(self, device: torch.device) -> PageBoxes:
         return PageBoxes(self.geometry, device, self.first)
 
     def fill(self, fresh: bool) -> None:
@@ -60,9 +60,9 @@ class ArkVale(PageChoice):
 
     def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
         k, pages = resident.shape[1], scores.shape[-1]
-        is_held = are_among(resident, pages)
+        is_held = mask_of(resident, pages)
         has_begun = self._position % self.geometry.page == 0
         is_held |= (self._ends == self._last) & has_begun  # a page that has just left the newest ones
         is_held |= (resident < 0).all(1, keepdim=True)  # after a prompt
-        is_top = are_among(best(scores, max(1, self.k // SHARE)), pages)
+        is_top = mask_of(best(scores, max(1, self.k // SHARE)), pages)
         return best(scores.masked_fill(is_top, torch.inf).masked_fill(~(is_held | is_top), -torch.inf), k)

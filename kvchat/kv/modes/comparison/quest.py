@@ -38,7 +38,7 @@ class Quest(PageChoice):
         self.whole_layers = self.parameters.whole_layers
         super()._set_up()
 
-    def _index(self, device: torch.device) -> PageBounds:
+    def _new_index(self, device: torch.device) -> PageBounds:
         return PageBounds(self.geometry, device, self.first)
 
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes.base import Plan
 from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
 from kvchat.kv.modes.page_index import PageIndex
-from kvchat.kv.ops.selection import are_among, best
+from kvchat.kv.ops.selection import best, mask_of
 from kvchat.kv.state import KVState
 
 NEWEST_PAGES = 2
@@ -54,7 +54,7 @@ class ShadowKV(PageChoice):
         super()._set_up()
         self.outliers = self.k // OUTLIER_SHARE
 
-    def _index(self, device: torch.device) -> Landmarks:
+    def _new_index(self, device: torch.device) -> Landmarks:
         return Landmarks(self.geometry, device, self.first)
 
     def plan(self, capacity: int) -> Plan:
@@ -91,7 +91,7 @@ class ShadowKV(PageChoice):
         landmarks = self.index.of(layer)
         grouped = query.view(len(landmarks), -1, query.shape[-1]) * self.state.scaling(layer)
         logits = torch.bmm(grouped, landmarks.transpose(1, 2)).float()
-        is_outlier = are_among(self.outlying[layer - self.first], self.index.pages) & ~masked
+        is_outlier = mask_of(self.outlying[layer - self.first], self.index.pages) & ~masked
         others = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
         # A softmax over nothing is no number.
         shares = others.softmax(-1).nan_to_num(0).amax(1)

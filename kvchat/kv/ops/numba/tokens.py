@@ -352,7 +352,7 @@ def _add_unread(
     totals: Array,
     total: Array,
 ) -> None:
-    """``selection.of_unread`` of one head, for ``join_parts``: into ``highest`` and ``totals [G]``, ``total [G, d_v]``.
+    """``selection.unread_part`` of one head, for ``join_parts``: ``highest`` and ``totals [G]``, ``total [G, d_v]``.
 
     Args:
         powers: e to the power of the scores ``[G, n]``, less the highest of their part ``parts [G, part]``; what is

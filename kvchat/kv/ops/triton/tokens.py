@@ -348,7 +348,7 @@ def _unread_parts(
     COLS_K: tl.constexpr,
     COLS_V: tl.constexpr,
 ):
-    """``selection.of_unread`` of some pages, for ``attend.join``; ``edges`` are the index in 16 bits."""
+    """``selection.unread_part`` of some pages, for ``attend.join``; ``edges`` are the index in 16 bits."""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = 32 // BITS
     page, line = block * PAGES + tl.arange(0, PAGES), tl.arange(0, PAGE_ROWS)

@@ -8,7 +8,7 @@ from support.random_kv import assert_near, noise
 
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import key_codes
-from kvchat.kv.ops.selection import NOTHING, are_among, assign_slots, of_unread
+from kvchat.kv.ops.selection import NOTHING, assign_slots, mask_of, unread_part
 from kvchat.kv.ops.triton import tokens as kernels
 
 NEAR = 1e-5  # relative: weights that rounding cannot tell apart
@@ -83,12 +83,12 @@ def check(scores, hidden, masked, resident, placed):
 
 def check_unread(scores, masked, placed, excess, means, measured):
     """What the tokens that might be chosen and were not would add: next to nothing where all were."""
-    unread = ~(masked | are_among(placed, len(masked)))
+    unread = ~(masked | mask_of(placed, len(masked)))
     assert measured.dtype == torch.float32
     assert measured.isfinite().all()
     some = unread.any(1)
     assert (measured[~some][..., -1] == NOTHING).all()
-    expected = of_unread(scores, unread, excess, means)
+    expected = unread_part(scores, unread, excess, means)
     assert_near(*(x.where(some[:, None, None], 0) for x in (measured, expected)), torch.float32)
 
 
