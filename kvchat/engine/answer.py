@@ -1,4 +1,4 @@
-"""AnswerLoop: a prompt is read, then token after token is drawn, stored and decoded; the mode changes between two."""
+"""AnswerLoop: reads a prompt, then draws, stores and decodes tokens; between two of them the mode may change."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ from kvchat.protocol.messages import (
 
 T = TypeVar("T")
 Between = Callable[[int], None]
-MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory
+MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory again
 LEAST_LOGPROB = -9999.0  # of a token that is ruled out; JSON has no infinity
-ENOUGH = 8  # tokens of a short answer that tell how long one takes
+LEAST_TIMED = 8  # rounds of a short answer that tell how long a token takes
 
 
 class Released:
-    """Lets go of what ``_held`` names by ``_release``; to use any of it afterwards raises ``UsageError``."""
+    """``_release`` deletes the attributes that ``_held`` names; using one of them afterwards raises ``UsageError``."""
 
     _held: ClassVar[tuple[str, ...]] = ()
 
     def _release(self) -> None:
-        """Let go; may be called again."""
+        """Delete them; may be called again."""
         for name in self._held:
             self.__dict__.pop(name, None)
 
@@ -71,9 +71,9 @@ class Released:
 
 
 class SessionLock:
-    """Only one answer or rebuild works on the stored tokens, in the process that loaded the model.
+    """Lets only one answer or rebuild work on the stored tokens, in the process that loaded the model.
 
-    Whatever changes what is stored or read does so inside ``with``: a thread is there alone, and may enter again.
+    Whatever changes what is stored or read does so inside ``with``, where one thread is alone and may enter again.
     ``is_closed`` is set by ``close``.
     """
 
@@ -87,13 +87,13 @@ class SessionLock:
         """Let no other thread in until the block ends."""
         self.check_process()
         if not self._inside.acquire(blocking=False):
-            raise _at_once()
+            raise _in_use()
 
     def __exit__(self, *_: object) -> None:
         self._inside.release()
 
     def close(self) -> None:
-        """Let nothing go on that is in progress."""
+        """End whatever is in progress."""
         self.is_closed = True
 
     @property
@@ -117,13 +117,13 @@ class SessionLock:
                 raise _busy()
 
     def in_turn(self, events: Generator[T, None, None]) -> Iterator[T]:
-        """The events of something long, which is in progress until they end or are closed.
+        """The events of work that is in progress until they end or are closed.
 
-        Between two of them, and only there, another thread may be inside.
+        Another thread may be inside only between two of them.
 
         Raises:
-            UsageError: something else is in progress, or another thread is inside when the next event is asked for;
-                then they end. So they do after ``close`` and in a forked process.
+            UsageError: other work is in progress, or another thread is inside when the next event is asked for; the
+                events then end. They also end after ``close`` and in a forked process.
         """
         with self._in_progress():
             with self:
@@ -136,7 +136,7 @@ class SessionLock:
                             raise _closed()
                         event = next(events, None)
             finally:
-                # What is put back at the end waits for whoever is inside; in a fork nobody would ever come out.
+                # Cleaning up waits for a thread that is inside; in a fork none would ever leave.
                 with nullcontext() if self.is_forked else self._inside:
                     events.close()
 
@@ -202,7 +202,7 @@ class AnswerLoop(Released):
         self.lock.close()
         self._release()
 
-    def ask(self) -> None:
+    def announce(self) -> None:
         """Announce an answer or a rebuild: from now on ``cancel`` ends it.
 
         Raises:
@@ -229,7 +229,7 @@ class AnswerLoop(Released):
         json_schema: str = "",
         top_logprobs: int | None = None,
     ) -> Iterator[Event]:
-        """``Session.answer``, after ``ask``."""
+        """``Session.answer``, after ``announce``."""
         with explained(self._kv, "answering"), self._all_noted():
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
@@ -239,7 +239,7 @@ class AnswerLoop(Released):
             grammar = self._grammar(json_schema) if json_schema else None
             self.token_ids = []
             self._switcher.narrow()
-            self.forget(prompt.reused)  # first: what another conversation has pinned does not count
+            self.forget(prompt.reused)  # first: messages pinned in another conversation must not count
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
             end = len(prompt.ids) + min(sampling.max_new_tokens, AHEAD)
             yield from self._follow_auto(end)
@@ -270,16 +270,16 @@ class AnswerLoop(Released):
         thought: str,
         top_logprobs: int | None,
     ) -> Iterator[Event]:
-        """Draw and store tokens; those after the end of the ``thought`` are held to the ``grammar``."""
+        """Draw and store tokens; after the end of the ``thought`` they must follow the ``grammar``."""
         sampling = sampler.sampling
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
-        prepared, looked, weighed = None, 0, 0
+        prepared, checked_at, memory_checked_at = None, 0, 0
         scores: list[Score] = []  # of tokens whose text is not shown yet
         while not (reason := self.end_reason(text, len(self.token_ids), sampling, between)):
-            if self._switcher.auto.is_on and len(self.token_ids) >= looked + RATE_TOKENS:
-                looked = len(self.token_ids)
-                is_due = looked >= weighed + MEMORY_TOKENS
-                weighed = looked if is_due else weighed
+            if self._switcher.auto.is_on and len(self.token_ids) >= checked_at + RATE_TOKENS:
+                checked_at = len(self.token_ids)
+                is_due = checked_at >= memory_checked_at + MEMORY_TOKENS
+                memory_checked_at = checked_at if is_due else memory_checked_at
                 yield from self._follow_time(answer, is_due)
             if due := monitor.take():
                 logits, text = yield from self._recover(monitor, due, logits, text, answer, grammar)
@@ -317,14 +317,14 @@ class AnswerLoop(Released):
         if piece := text.finish():
             yield Text(piece, 0, tuple(scores))
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
-        self._switcher.note_speed(self._measured(answer, ENOUGH))
+        self._switcher.note_speed(self._measured(answer, LEAST_TIMED))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _advance(self, token: int, sampler: Sampler, most: int) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
-        """Store the drawn ``token``, and at most ``most`` drafts after it that the sampler draws too.
+        """Store the drawn ``token`` and up to ``most`` drafts after it that the sampler draws too.
 
-        Returns these, and the logits ``[vocab]`` after the last. Where a round fails nothing of it stays, drafts are
-        off from then on, and ``token`` is stored as without.
+        Returns the accepted drafts and the logits ``[vocab]`` after the last token. If a round fails it is undone,
+        drafts are off from then on, and ``token`` is stored by a step.
         """
         mode, drafter = self._kv.mode, self._kv.mode.drafter
         recovers = mode.parameters.recovery or self._runner.recurrent.exists
@@ -355,10 +355,10 @@ class AnswerLoop(Released):
         return drafts[:accepted], logits[accepted]
 
     def _drafts(self, drafter: Drafter, token: int, sampler: Sampler, most: int) -> list[int]:
-        """What ``drafter`` gives after ``token``; what it guesses is drawn with the random numbers of the answer."""
+        """The drafts of ``drafter`` after ``token``; guesses are drawn with the answer's own random numbers."""
         drafter.begin(self.stored.ids)
         has_guessed = False
-        with ExitStack() as guessing:  # begun by the first guess: what is looked up does not pay for it
+        with ExitStack() as guessing:  # entered by the first guess, so that looked-up drafts cost nothing
 
             def guess(last: int, tokens: int) -> list[int]:
                 nonlocal has_guessed
@@ -393,7 +393,7 @@ class AnswerLoop(Released):
     def end_reason(
         self, text: AnswerText, tokens: int, sampling: Sampling, between: Between = lambda tokens: None
     ) -> str:
-        """Return why no token follows so many, empty if one does; the one place where the mode may change."""
+        """Why the answer ends after so many ``tokens``, empty if it goes on; the mode may change only here."""
         with self._runner.thread_budget:
             self._metrics.sample_coverage()
         between(tokens)
@@ -449,7 +449,7 @@ class AnswerLoop(Released):
         return Switched(before, mode, params, self._kv.total, moved, seconds, reduced, given, switcher.auto.line)
 
     def _follow_auto(self, tokens: int, measured: float | None = None) -> Iterator[Event]:
-        """Enter what auto chooses for an answer that ends at ``tokens``, and tell it: ``Switched`` or ``Noted``."""
+        """Enter auto's choice for an answer that ends at ``tokens``; ``Switched`` or ``Noted`` says so."""
         if choice := self._switcher.decide(tokens, measured):
             before = self._switcher.parameters
             switched = self.switched(lambda: self._switcher.follow(choice, tokens, measured))
@@ -464,14 +464,14 @@ class AnswerLoop(Released):
 
     @staticmethod
     def _measured(answer: AnswerMetrics, least: int) -> float | None:
-        """What a token takes; None too while loops are compiled, without which it takes longer than it will."""
+        """Seconds a token; None while loops are being compiled, because it is slower without them."""
         is_compiling = any(not known.is_set() for known in cpu_ops.awaited.values())
         return None if is_compiling else answer.typical_s(least)
 
     # ---- pinned messages
 
     def pinned(self, turns: Sequence[Turn]) -> list[int]:
-        """The positions of the pinned turns' tokens in the conversation, and of a system prompt that is pinned there.
+        """The positions of the tokens of pinned turns, and of a pinned system prompt.
 
         Raises:
             UsageError: they and a pinned system prompt leave the model too little of its context for the rest, or the
@@ -482,7 +482,7 @@ class AnswerLoop(Released):
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:
-        """Attend from now on to those pinned turns of a conversation that are stored, and to its system prompt."""
+        """Attend from now on to a conversation's pinned turns that are stored, and to its system prompt."""
         ids = self.encoder.ids_of(self.encoder.render(turns) if turns else "", self.stored)
         there = common_prefix(self.stored.ids, ids)
         self._runner.pin([position for position in self.pinned(turns) if position < there])
@@ -541,7 +541,7 @@ class AnswerLoop(Released):
             self._runner.truncate(tokens)
 
     def rebuild(self) -> Iterator[Event]:
-        """``Session.rebuild``, after ``ask``."""
+        """``Session.rebuild``, after ``announce``."""
         with explained(self._kv, "reading again"):
             self._switcher.check_context(self._kv.total)
             first = min(self.stored.first_reduced, self._kv.state.first_quantized)
@@ -575,7 +575,7 @@ class AnswerLoop(Released):
 
     @contextmanager
     def _all_noted(self) -> Iterator[None]:
-        """Where something fails after tokens were stored and before they were noted, forget them."""
+        """If something fails after tokens were stored and before they were noted, forget them."""
         try:
             yield
         except (Exception, KeyboardInterrupt):
@@ -588,7 +588,7 @@ class AnswerLoop(Released):
         self.stored.extend(chunk, reduced=self._kv.mode.context_policy.limits_prompt(self._kv.total))
 
     def ending(self, turns: Sequence[Turn], sampling: Sampling) -> Sampling:
-        """``sampling`` with the stop strings of the model and its template, which end no plain text.
+        """``sampling`` with the stop strings of the model and its template, unless the prompt is plain text.
 
         Raises:
             UsageError: a setting is out of range.
@@ -598,7 +598,7 @@ class AnswerLoop(Released):
         return replace(checked, stop=(*checked.stop, *own))
 
     def sampler(self, sampling: Sampling) -> Sampler:
-        """Draws the tokens of one answer; it may refuse ``sampling``."""
+        """A sampler for one answer; it may refuse ``sampling``."""
         return Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
 
     def _grammar(self, json_schema: str) -> Grammar:
@@ -607,7 +607,7 @@ class AnswerLoop(Released):
         return Grammar(self._vocabulary, json_schema)
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
-        """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""
+        """The text of an answer that begins with ``tokens``, perhaps ``in_thought``."""
         text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls)
         for token in tokens:
             text.add(token)
@@ -622,7 +622,7 @@ def _closed() -> UsageError:
     return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
 
 
-def _at_once() -> UsageError:
+def _in_use() -> UsageError:
     return UsageError(
         "Another thread is using the session.",
         "A session belongs to one thread at a time; only cancel may be called from any thread.",

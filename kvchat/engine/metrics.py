@@ -1,7 +1,7 @@
 """Counters of the KV manager, torch and NVML -> the snapshots the screen draws and the receipt of an answer.
 
-The ribbon is what the screen shows of where each stored token is, one letter and one digit a cell. Details by layer and
-KV head, of recall by its time and of PCIe traffic are read only while somebody looks at them.
+The ribbon shows where stored tokens are: one letter and one digit for each cell of them. Details by layer and KV head,
+a histogram of recall times and PCIe traffic are read only while the user looks at them.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Counts:
 class AnswerMetrics:
     """Measurements of one answer in progress; times are ``perf_counter`` seconds.
 
-    ``mode`` is the one in which it began, ``cosine`` what that one had reported by then. ``drawn`` are the places in
-    ``token_times`` of what was no accepted draft.
+    ``mode`` is the one in which it began, ``cosine`` what that mode had reported by then. ``drawn`` are the indices in
+    ``token_times`` of tokens that were not accepted drafts.
     """
 
     before: Counts
@@ -92,19 +92,19 @@ class AnswerMetrics:
         self.token_times.append(time.perf_counter())
 
     def rate(self) -> float | None:
-        """Tokens per second of all tokens but the first, which the prefill made."""
+        """Tokens per second, without the first token, which the prefill made."""
         return _rate(self.token_times)
 
     def present_rate(self) -> float | None:
-        """Tokens per second of the last ``RATE_TOKENS`` tokens, none of which came before the last switch."""
+        """Tokens per second of the last ``RATE_TOKENS`` tokens, or of those since the last switch."""
         since = self.switches[-1]["at"] if self.switches else 0
         return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
 
     def typical_s(self, least: int) -> float | None:
-        """Seconds a token of the last ``RATE_TOKENS`` rounds, of which the two longest do not count.
+        """Seconds a token in the last ``RATE_TOKENS`` rounds, without the two longest.
 
-        A round is a drawn token with the drafts that were accepted behind it, one step. None where since the last
-        switch there are not ``least`` behind the first few, which warm up.
+        A round is a drawn token with the accepted drafts after it, one step. None if there were fewer than ``least``
+        since the last switch, without the first few, which warm up.
         """
         since = (self.switches[-1]["at"] if self.switches else 0) + SETTLING
         begun = [at for at in self.drawn if at >= since][-RATE_TOKENS - 1 :]
@@ -162,7 +162,7 @@ class MetricsCollector:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Keep what is done inside out of the conversation's figures."""
+        """Exclude what is done inside from the conversation's figures."""
         timer = self._kv.state.transfer.timer
         kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
         coverage, self._coverage = self._coverage, CoverageWatch(self._kv.state)
@@ -180,7 +180,7 @@ class MetricsCollector:
             timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
-        """Note a switch, perhaps in the middle of an answer: what recall took before it is not of this mode."""
+        """Note a switch, perhaps in the middle of an answer: recall times so far belong to the mode before."""
         self._last, self._step_bytes = Counts.of(self._kv), 0.0
         self._hit_rate = self._recall_rate = None
         self._kv.state.transfer.timer.steps.clear()
@@ -189,10 +189,10 @@ class MetricsCollector:
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
 
     def sample_coverage(self) -> None:
-        """Measure, from time to time, how much of the last step's attention the mode covered; between two steps.
+        """Measure from time to time, between two steps, how much of the last step's attention the mode covered.
 
-        Not where a step read everything, nor beyond the context, where no mode does and positions are others. Where
-        memory runs out the answer goes on without it.
+        Not if the step read everything, nor beyond the context, where no mode does and positions differ. If memory runs
+        out the answer goes on without it.
         """
         kv, watch = self._kv, self._watch()
         if kv.step.exact or kv.mode.context_policy.limits_prompt(kv.total):
@@ -293,7 +293,7 @@ class MetricsCollector:
         return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
 
     def _watch(self) -> CoverageWatch:
-        """What is covered in the current mode."""
+        """The coverage watch, restarted if the mode has changed."""
         if self._kv.mode is not self._covered_in:
             self._coverage.restart()
             self._covered_in = self._kv.mode
@@ -309,7 +309,7 @@ class MetricsCollector:
             )
 
     def _recall_times(self) -> Params:
-        """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""
+        """Median and 95th percentile in ms of a step's recall, and of the part that the step waited for."""
         recalls = self._kv.state.transfer.timer.steps
         p50, p95 = _percentiles_ms([step.total for step in recalls])
         exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
@@ -377,12 +377,12 @@ def _read_share(read: float, steps: int, total: int) -> float | None:
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:
     wanted = now.wanted - before.wanted
-    # More moves than is wanted where what was chosen one step ahead is replaced.
+    # More can move than is wanted: a choice made one step ahead may be replaced before it is read.
     return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None
 
 
 def _recall_rate(before: Counts, now: Counts) -> float | None:
-    """Bytes per second of recall; steps that were not timed count as those that were."""
+    """Bytes per second of recall, extrapolated from the steps that were timed."""
     steps, timed = now.steps - before.steps, now.timed_steps - before.timed_steps
     moved, seconds = now.moved_bytes - before.moved_bytes, now.recall_s - before.recall_s
     return moved / steps * timed / seconds if moved and steps and seconds else None
@@ -452,7 +452,7 @@ class Ribbon:
         return cell, letters, "".join(str(min(9, int(share * 10))) for share in shares)
 
     def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
-        """The state of a cell in whose middle ``position`` lies and of which a ``share`` was read."""
+        """The state of a cell whose middle is ``position`` and of which a ``share`` was read."""
         mode = self._kv.mode
         if mode.sink > position:
             return TokenState.SINK
@@ -463,7 +463,7 @@ class Ribbon:
         return TokenState.RESIDENT if share >= report.resident_share else report.absent
 
     def _recalled_cells(self, counts: Tensor, cell: int) -> set[int]:
-        """Cells with a token that more layers and heads read now than at the last call."""
+        """Cells with a token that more (layer, KV head) pairs read now than at the last call."""
         before, self._counts = self._counts, counts.cpu()
         known = min(len(before), len(counts))
         came = (self._counts[:known] > before[:known]).nonzero().flatten()

@@ -1,11 +1,10 @@
-"""The K/V of conversations other than the current one, parked in host memory or saved on disk.
+"""The K/V of conversations other than the current one, parked in RAM or saved on disk.
 
-Going to another conversation parks the current one; coming back, or beginning one that begins alike, takes the longest
-prefix from what is parked or saved. It settles into the mode as after a switch, and only the rest is read. After an
-answer what is new is written behind, a page at a time, while the engine has no command to do. What changes it
-interrupts that and saves afterwards; a single step only pauses it, and its token is written with the next that is
-saved. Each conversation has a file, which names the model that its K/V were computed by; beyond a limit the least
-recently used ones are deleted.
+Opening another conversation parks the current one. Coming back to it, or beginning one with the same beginning, takes
+the longest prefix that is parked or saved; the mode fills its slots from it and only the rest is prefilled. After an
+answer a thread writes what is new, a page at a time. Whatever changes the stored K/V interrupts that and saves again
+afterwards; a single step only pauses it, and its token is written with the next save. Each conversation has a file,
+which names the model that computed its K/V; beyond a limit the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 from kvchat.units import size
 
 T = TypeVar("T")
-LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
+LAST_WRITES_S = 1.0  # that closing a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
 States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 REDUCED, CONTROL = 1, 2  # flags
-DISK_SHARE = 2  # of what is free on the disk at most one part in so many is taken
+DISK_SHARE = 2  # at most one part in so many of the free disk space is taken
 
 
 @dataclass
@@ -93,7 +92,7 @@ class PrefixCache(Released):
         self._keeping = keeping
         self._identity = identity(runner.model)
         self._current = ""
-        self._parked: dict[str, Parked] = {}  # the one used last comes last
+        self._parked: dict[str, Parked] = {}  # the last used one comes last
         self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
         self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
         self._is_problem_told = self._is_room_told = False
@@ -117,7 +116,7 @@ class PrefixCache(Released):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Stop writing for the block, in which what is stored changes; that is saved afterwards."""
+        """Stop writing during the block, which changes what is stored, and save it afterwards."""
         self.interrupt()
         try:
             yield
@@ -126,18 +125,18 @@ class PrefixCache(Released):
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Pause writing for the block, which stores a token; on a GPU a page that it filled may still be arriving."""
+        """Pause writing during the block, which stores a token."""
         with self._writer.paused():
             yield
             if self._writer.is_writing:
-                self._kv.state.host.synchronize()
+                self._kv.state.host.synchronize()  # a page that the token filled may still be on its way from a GPU
 
     # ---- going to a conversation
 
     def resume(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Make ``conversation`` the current one; ``Noted``*, and ``Resumed`` where some of it came back.
+        """Make ``conversation`` the current one; ``Noted``*, and ``Resumed`` if some of its K/V came back.
 
-        None is the one that ``turns`` go on with, or else a new one. Without ``turns`` it is empty.
+        None is the stored one that ``turns`` continue, or else a new one. Without ``turns`` it is empty.
 
         Raises:
             UsageError: as ``PromptEncoder.encode``.
@@ -149,25 +148,25 @@ class PrefixCache(Released):
         if conversation is None:
             conversation = self._continued(text, is_text(turns))
             if conversation == self._current:
-                self._truncate(self._common(self._loop.stored, text))  # a mode may be entered that would not hold more
+                self._truncate(self._common(self._loop.stored, text))  # first: the answer's mode may not hold the rest
                 return
         current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
-        self._parked.pop(conversation, None)  # its room is that of the one which goes
+        self._parked.pop(conversation, None)  # makes room for the one that is parked now
         yield from self._park()
         self._current, self._loop.stored.saved = conversation, 0
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)
             except OtherModelError:
-                pass  # whoever chose this model knows
+                pass  # the user chose another model and knows
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.prefix.tokens, default=None)
         if best and best.prefix.tokens >= current + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
-        else:  # what was said in the conversation before this one is not to be saved as this one's
+        else:  # the rest of the previous conversation must not be saved as this one's
             self._truncate(current)
 
     def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
@@ -223,11 +222,11 @@ class PrefixCache(Released):
     # ---- which one it is
 
     def _continued(self, text: str, is_plain: bool) -> str:
-        """The stored conversation that most of ``text`` goes on with; the name of a new one where there is none.
+        """The stored conversation that ``text`` continues furthest; a new name if there is none.
 
-        One that would lose anything by it is left as it is, and the new one begins with what they have in common. But
-        what follows its last question may change: a template leaves out the thought of an answer, say. So may the end
-        of a plain text: in an editor it changes with every key.
+        A conversation that would lose tokens is left alone, and a new one begins with what both have in common. Only
+        what follows its last question may change, because a template may drop an answer's thought; and the end of a
+        plain text, which in an editor changes with every key.
         """
         known = {self._current: self._loop.stored, **{name: kept.stored for name, kept in self._parked.items()}}
         best, name = (0, False), ""
@@ -280,7 +279,7 @@ class PrefixCache(Released):
             yield source
 
     def _beginning_alike(self, text: str) -> Iterator[Path]:
-        """The files of conversations whose first page is that of ``text``, of those used last."""
+        """Of the files used last, those of conversations whose first page is that of ``text``."""
         beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
         for path in self._folder.latest_first()[:LOOKED_AT]:
             if path.suffix == paths.SAVED_KV and self._begins(path, beginning):
@@ -321,20 +320,20 @@ class PrefixCache(Released):
     # ---- keeping
 
     def _park(self) -> Iterator[Noted]:
-        """Copy the current conversation; those used least recently give way. ``Noted`` once where there is no room."""
+        """Park a copy of the current conversation in place of the least recently used ones; ``Noted`` without room."""
         stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
         if not (self._current and stored.ids):
             return
         recurrent.keep()
         needed, room = parked_bytes(pool) + recurrent.snapshot_bytes, self._keeping.parked_bytes
         if needed > room:
-            yield from self._told_unparked(needed, f"kv.parked_gib has room for {size(room)}")
+            yield from self._note_unparked(needed, f"kv.parked_gib has room for {size(room)}")
             return
         while self._parked and self.parked_bytes + needed > room:
             del self._parked[next(iter(self._parked))]
         free = available.usable(available.host_free())
         if needed > free:
-            yield from self._told_unparked(needed, f"only {size(free)} of RAM is usable")
+            yield from self._note_unparked(needed, f"only {size(free)} of RAM is usable")
             return
         self._parked[self._current] = Parked(
             copy.deepcopy(stored),
@@ -345,8 +344,8 @@ class PrefixCache(Released):
             recurrent.worth_saving,
         )
 
-    def _told_unparked(self, needed: int, room: str) -> Iterator[Noted]:
-        """Say that a conversation is read again, where that is not asked for and no file has it either."""
+    def _note_unparked(self, needed: int, room: str) -> Iterator[Noted]:
+        """Say once that a conversation will be processed again, unless a file has it or parking is turned off."""
         if self._keeping.parked_bytes and not (self._saves or self._is_room_told):
             self._is_room_told = True
             yield Noted(f"The previous conversation will be processed again: its K/V take {size(needed)}, {room}.")
@@ -409,10 +408,10 @@ class PrefixCache(Released):
 
 @dataclass
 class Source:
-    """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
+    """K/V that are parked or saved (``where``: memory or disk) and begin like the conversation to open.
 
-    ``stored`` is all that is there, of which ``prefix`` is of use. A hybrid model can go on only from one of
-    its ``states``.
+    ``stored`` is all of it, ``prefix`` the part that can be used. A hybrid model can go on only from one of its
+    ``states``.
     """
 
     stored: Stored
@@ -501,9 +500,9 @@ class SavedFolder:
         return [path for _, path in sorted(found, reverse=True)]
 
     def make_room(self, path: Path, size: int) -> int:
-        """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less.
+        """Delete files until ``path`` may grow to ``size`` bytes; return to how many it may.
 
-        None is deleted for one that would not fit alone: it gets what the others leave.
+        Nothing is deleted for a file that would not fit even alone: it gets what the others leave.
         """
         others = [other for other in self.latest_first() if other != path]
         allowed = self._allowed()
@@ -516,7 +515,7 @@ class SavedFolder:
         return max(0, min(size, allowed - taken))
 
     def _allowed(self) -> int:
-        """Bytes of all files, of those there now and more."""
+        """Bytes that all files together may take."""
         there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
         free = shutil.disk_usage(there).free
         return min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
@@ -530,13 +529,14 @@ def _size(path: Path) -> int:
 
 @dataclass
 class Job:
-    """``pages`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
+    """Pages to write to ``file``.
 
-    ``pages`` is called for each: while a conversation goes on another pool may come to hold them.
-
-    ``query`` is the last token's, ``snapshots`` are those of a recurrent state that are to be saved.
-
-    ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
+    Attributes:
+        first: the first page to write; ``rows`` are the tokens' from there on.
+        pages: returns what holds the pages; called for each page, because a running conversation may change its pool.
+        saved: tokens of ``stored`` that are on disk so far.
+        query: the last token's.
+        snapshots: those of a recurrent state to save.
     """
 
     file: PageFile

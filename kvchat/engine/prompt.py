@@ -147,23 +147,23 @@ class PromptEncoder:
             return []
         text, found = self.render(turns), list[int]()
         for begin, end in self._spans(turns, text):
-            first, last = min(self._counted(text, begin, stored)), max(self._counted(text, end, stored))
+            first, last = min(self._num_ids(text, begin, stored)), max(self._num_ids(text, end, stored))
             found += range(max(first, found[-1] + 1 if found else 0), last)
         return found
 
-    def _counted(self, text: str, chars: int, stored: Stored) -> tuple[int, int]:
-        """The ids of ``text[:chars]``, counted from the last place before it whose ids are known, and from the next.
+    def _num_ids(self, text: str, chars: int, stored: Stored) -> tuple[int, int]:
+        """The number of ids of ``text[:chars]``, counted from the last mark before it and back from the next mark.
 
-        The counts differ where what was generated between them would be tokenized otherwise.
+        The two differ if what was generated between the marks would be tokenized differently.
         """
         before = len(self.ids_of(text[:chars], stored))
         ids, end = stored.matched_prefix_from(text, chars) or (before, chars)
         return before, ids - len(self._rest(text[chars:end], anchored=True))
 
     def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
-        """The pinned turns' characters in ``text``, ascending: from the end of what is said before each to the next.
+        """The pinned turns' spans in ``text``, ascending: from the end of the turn before to the beginning of the next.
 
-        ``text`` is the conversation as it is rendered, which need not have the turns in their order.
+        ``text`` is the rendered conversation, which may have the turns in another order.
         """
         shown = _fold_system(turns) if self._folds_system and self._tokenizer.chat_template else turns
         found = found_edges(self.render(turns, edges=True))
@@ -501,7 +501,7 @@ class PromptEncoder:
 
 
 def is_text(turns: Sequence[Turn]) -> bool:
-    """True if the turns are a prompt as it is."""
+    """True if the turns are plain text, without the template."""
     return [turn.role for turn in turns] == [TEXT]
 
 
@@ -522,7 +522,7 @@ def _conversation(questions: int, system: bool) -> list[Turn]:
 
 
 def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """A control token that leaves the text after it alone, and its id; nothing where there is none."""
+    """A control token after which text is tokenized as it is, and its id; empty if there is none."""
     candidates = ((i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     for token_id, token in candidates:
         ids = tokenizer.encode(f"{token.content} a", add_special_tokens=False)

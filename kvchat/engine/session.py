@@ -86,11 +86,11 @@ def load(
         mode: the KV mode to begin with; ``auto`` lets kvchat choose.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``auto`` (what loading unpacks, as GGUF files, stays small), ``none``, ``int8`` or ``int4`` (on a GPU
-            torchao's), ``nf4`` (bitsandbytes).
-        fast: swap small pieces of the model for faster ones.
-        force: load a model also where its weights do not fit the memory that is free.
-        host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.
+        quantize: ``auto`` (weights that loading would unpack, as in GGUF files, stay small), ``none``, ``int8`` or
+            ``int4`` (on a GPU torchao's), ``nf4`` (bitsandbytes).
+        fast: replace small parts of the model by faster ones.
+        force: load a model even if its weights do not fit the free memory.
+        host_dtype: the number format of full pages of K/V: the ``model``'s, or ``int8``.
         chat_template: a file with a chat template in place of the model's own.
         template_args: variables of the chat template, each as ``KEY=VALUE``.
         progress: called with each stage of loading.
@@ -195,7 +195,7 @@ class Session(Released):
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._loop.ask()
+        self._loop.announce()
         return self._loop.lock.in_turn(self._saving(self._chat(text, sampling)))
 
     def _chat(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
@@ -223,32 +223,31 @@ class Session(Released):
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        On a GPU ``Preparing`` comes before the first steps of a mode. What auto changes is told by ``Switched`` or
-        ``Noted``, before ``Started`` and between two tokens. ``between`` is called between two tokens, or two
-        rounds of drafts, with the number generated so far; it may ``switch`` and ``cancel``. Only what is not stored
-        yet is prefilled.
+        On a GPU ``Preparing`` comes before the first steps of a mode. ``Switched`` or ``Noted`` say what auto changed,
+        before ``Started`` and between two tokens. ``between`` is called between two tokens, or two rounds of drafts,
+        with the number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
 
-        Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
-        None is the stored one that ``turns`` go on with, or else a new one. The answer is given in ``variant``, and
-        with these ``template_args`` instead of those in force, where they are not None; both stay. With ``json_schema``
-        what is said after a thought is JSON that fits it, with ``top_logprobs`` each ``Text`` has scores.
+        If ``conversation`` is not the current one the events of ``resume`` come first; its K/V are saved afterwards.
+        None means the stored conversation that ``turns`` continue, or else a new one. A ``variant`` and
+        ``template_args`` that are not None replace those in force, for later answers too. With ``json_schema`` the
+        answer after a thought is JSON that fits it; with ``top_logprobs`` each ``Text`` has scores.
 
         Raises:
             UsageError: an empty prompt, a setting out of range, or a schema that llguidance does not know.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._loop.ask()
-        self._take(template_args)
+        self._loop.announce()
+        self._apply(template_args)
         opened, entered = self._prefix_cache.open(conversation, turns), self._entered(variant)
         answer = self._loop.answer(turns, sampling, between or _nothing, json_schema, top_logprobs)
         return self._loop.lock.in_turn(self._saving(opened, entered, answer))
 
-    def _take(self, template_args: Sequence[str] | None) -> None:
+    def _apply(self, template_args: Sequence[str] | None) -> None:
         if template_args is not None and tuple(template_args) != self._loop.template_args:
             self._loop.set_template_args(template_args)
 
     def _entered(self, variant: Variant | None) -> Iterator[Event]:
-        """Enter the mode of a ``variant``, if it is another; nothing of it is kept for later."""
+        """Enter the mode of a ``variant`` unless it is in force; its parameters do not count as given by the user."""
         if variant is None:
             return
         auto, chosen = self._switcher.auto, self._switcher.merged(variant.mode, variant.params)
@@ -265,24 +264,24 @@ class Session(Released):
             UsageError: an empty prompt, or the model's template refuses the turns.
         """
         with self._loop.lock:
-            self._take(template_args)
+            self._apply(template_args)
             return self._loop.encoder.ids_of(self._loop.encoder.render(turns), Stored())
 
     def _saving(self, *works: Iterator[T]) -> Generator[T, None, None]:
-        """The events of ``works``, one after the other, which change what is stored; that is saved afterwards."""
+        """The events of ``works``, one after the other; what they change in the stored K/V is saved afterwards."""
         with self._prefix_cache.changing():
             for work in works:
                 yield from work
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Go over to another conversation, parking the current one: ``Noted``*, ``Resumed`` where K/V of it are kept.
+        """Open another conversation and park the current one: ``Noted``*, then ``Resumed`` if K/V of it are kept.
 
-        Without ``turns`` it is a new one, of which nothing is stored yet.
+        Without ``turns`` it is a new conversation, of which nothing is stored yet.
 
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
-        self._loop.ask()
+        self._loop.announce()
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
@@ -324,7 +323,7 @@ class Session(Released):
             DoesNotFitError: as ``answer``, or there is no memory to checkpoint what is stored or to restore it; where
                 that failed the next question reads it again, and the mode may be a variant's.
         """
-        self._loop.ask()
+        self._loop.announce()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
         return self._loop.lock.in_turn(self._saving(comparison.run(turns, variants, sampling)))
 
@@ -338,7 +337,7 @@ class Session(Released):
         case = synthetic_text.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, synthetic_text.ANSWER_TOKENS)
 
-    # ---- tokens, for whoever draws them
+    # ---- single tokens, for callers that draw them
 
     def prefill(self, ids: Iterable[int] | Tensor) -> Tensor:
         """Store ``ids`` ``[n]`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
@@ -350,7 +349,7 @@ class Session(Released):
         if not (ids := _whole(ids)):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Pass at least one token id.")
         with self._loop.lock:
-            self._loop.ask()
+            self._loop.announce()
             with self._prefix_cache.changing():
                 self._switcher.check_prompt(self._kv.total + len(ids))
                 logits = self._loop.prefill(ids)
@@ -383,7 +382,7 @@ class Session(Released):
                     f"A conversation of {total:,} tokens cannot be truncated to {tokens:,}.",
                     hint=f"Use 0 to {total:,}, the number of tokens to keep.",
                 )
-            self._loop.ask()
+            self._loop.announce()
             with self._prefix_cache.changing():
                 self._loop.truncate(tokens)
 
@@ -392,10 +391,10 @@ class Session(Released):
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
-        ``auto`` chooses one, now and between answers; any other mode by its name ends that. A parameter once given
-        stays: budget for every mode, others for the mode they are given to. Without a mode's name auto goes on with
-        them: its own count in whatever it enters. ``switch("auto", speculative={"window": 64})`` gives others to a
-        mode that it enters.
+        ``auto`` chooses one, now and between answers, until another mode is named. A parameter once given stays: budget
+        for every mode, others for the mode they are given to. Without a mode's name auto stays on, and its own
+        parameters apply to whatever it enters. ``switch("auto", speculative={"window": 64})`` gives parameters to a
+        mode that it may enter.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
@@ -403,7 +402,7 @@ class Session(Released):
         return self._switched(lambda: self._switcher.switch(mode, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
-        """Enter a mode with exactly these parameters, whatever was given before; nothing of them is kept for later.
+        """Enter a mode with exactly these parameters, whatever was given before; they do not count as given.
 
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
@@ -428,11 +427,11 @@ class Session(Released):
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._loop.ask()
+        self._loop.announce()
         return self._loop.lock.in_turn(self._saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:
-        """Keep pages that get full from now on in the model's number format or in int8; what that means now.
+        """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
 
         Raises:
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
@@ -443,7 +442,7 @@ class Session(Released):
         return told
 
     def set_template_args(self, args: Sequence[str]) -> str:
-        """Give the chat template these variables from the next prompt on, ``KEY=VALUE``; what that means.
+        """Give the chat template these ``KEY=VALUE`` variables from the next prompt on; return a sentence about it.
 
         Raises:
             UsageError: one is not written so.
@@ -456,7 +455,7 @@ class Session(Released):
         told = f" It ignores {', '.join(unknown)} and reads only {', '.join(known) or 'none'}." if unknown else ""
         return f"Template variables from the next question on: {given}.{told}"
 
-    # ---- what there is: each call computes it
+    # ---- the current state; each call computes it
 
     @property
     def total(self) -> int:
@@ -472,12 +471,12 @@ class Session(Released):
     def info(self) -> Loaded:
         """The model and the current mode."""
         model, kv, switcher = self._model, self._kv, self._switcher
+        is_split = model.ranks > 1
+        parameters = heads.elements(model.model, model.ranks) if is_split else int4_rows.unpacked_elements(model.model)
         return Loaded(
             model=model.name,
             architecture=type(model.model).__name__,
-            parameters=heads.elements(model.model, model.ranks)
-            if model.ranks > 1
-            else int4_rows.unpacked_elements(model.model),
+            parameters=parameters,
             device=" + ".join(map(str, model.devices)),
             dtype=str(model.dtype).removeprefix("torch."),
             context=model.context,
