@@ -21,21 +21,20 @@ from kvchat.kv.memory.host_pool import copy_segments
 from kvchat.kv.ops.torch_ops import TorchOps
 
 STEPS = 256
-GRAPH = 2  # first steps of a kind, which warm up and capture the graph that is timed
-EVERY = 16  # steps of a kind on a GPU, of which one is timed: the events of all would take a tenth of an 8B's token
+GRAPH = 2  # first steps of a kind, always timed: they warm up and capture the graph with the events
+EVERY = 16  # on a GPU one of so many steps of a kind is timed: events in all would take a tenth of an 8B's token
 
 
 class SideStream:
-    """A stream beside the current one; on a CPU everything runs in order.
+    """A second stream; on a CPU everything runs in order.
 
-    ``inside`` is true while it is entered, and its work runs beside that of another; ``running`` until ``join``. Its
-    programs go first: behind the thousands of a projection each of its small kernels would wait until those have begun.
-    A CUDA graph keeps that.
+    ``inside`` is true while it is entered, ``running`` from then until ``join``. It has a higher priority, which a CUDA
+    graph keeps: otherwise each of its small kernels would wait until a projection's thousands of programs have begun.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Lower numbers go first; a stream that is not asked for any has 0.
+        # Lower numbers go first; the default is 0.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs: list[Tensor] = []
         self.running = False
@@ -43,7 +42,7 @@ class SideStream:
 
     @contextmanager
     def __call__(self, *inputs: Tensor) -> Iterator[None]:
-        """Queue the work inside behind everything queued so far; it ends before the next ``join``.
+        """Queue the work inside behind everything queued so far; ``join`` waits for it.
 
         Keep ``inputs`` alive until ``join()``; otherwise the allocator may reuse their memory while the side stream
         still reads it.
@@ -70,14 +69,14 @@ class SideStream:
 
 
 class RecallTime(NamedTuple):
-    """Seconds of one step's copies, and for how many of them the model waited; the rest was hidden."""
+    """Seconds of one step's copies, and the seconds that the model waited for them; the rest was hidden."""
 
     total: float
     exposed: float
 
 
 class Span(NamedTuple):
-    """Two events, and what the time between them counts for."""
+    """Two events; the time between them counts as ``total`` copy time, as ``exposed`` time, or both."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -89,10 +88,10 @@ class StepTimer:
     """Times the copies of each step; ``steps`` are those of the last 256 that copied.
 
     ``timed`` counts all steps that were timed, also those that copied nothing, ``seconds`` the time of their copies.
-    On a GPU one step in ``EVERY`` of a kind is timed (``times``), by events that a CUDA graph records again at each
-    replay: every kind of step has its own, and one that is not timed another graph. They are read when the next step
-    begins, if the device is through by then; else that step is left out, because a host that runs ahead must not wait
-    for a figure. A CPU copies while the step waits, and every step is timed.
+    On a GPU one step in ``EVERY`` of a kind is timed (``times``), by events that a CUDA graph records at each replay;
+    steps that are not timed have a graph of their own. The events are read when the next step begins. If the device is
+    not done by then the step is left out, because a host that runs ahead must not wait for a figure. On a CPU a step
+    waits for its copies, and every step is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +131,7 @@ class StepTimer:
             self._of_step = 0.0
 
     def begin_step(self, kind: Hashable) -> None:
-        """Read the last step's events before they are recorded again; say whether this step of a ``kind`` is timed."""
+        """Read the last step's events before they are recorded again; decide whether this step is timed."""
         spans, queued, self._queued = self._spans.get(self._kind, []), self._queued, False
         if queued and all(span.end.query() for span in spans):  # type: ignore[no-untyped-call]
             timed = [(span, span.begin.elapsed_time(span.end) / 1000) for span in spans]
@@ -184,11 +183,13 @@ class Totals(NamedTuple):
 class Transfer:
     """Moves rows from the host pool to slots; what runs on ``side_streams`` overlaps with the layers that follow.
 
-    They are two, so that what is chosen for a layer need not wait for the copies of the layer before. ``counters [4,
-    4]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the link, K/V pairs
-    wanted, those of the moved that came from 8-bit pages, and heads corrected. The second and third row count on the
-    side streams, because two streams must not add to the same number; the last what is chosen a second time for the
-    same step, which is moved but not wanted once more.
+    There are two, so that choosing for a layer need not wait for the copies of the layer before.
+
+    Attributes:
+        counters: int64 ``[4, 4]`` on the device. Columns: K/V pairs (a token in one layer and KV head) moved or read
+            over the link; pairs wanted; moved pairs that came from 8-bit pages; heads corrected. Rows: the model's
+            stream; the two side streams, because two streams must not add to the same number; what is chosen a second
+            time for the same step, whose pairs are moved but not wanted again.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
@@ -209,8 +210,7 @@ class Transfer:
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
         """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated).
 
-        Both are int64, -1 is an empty slot. ``again`` says that they replace others which were wanted for the same
-        step.
+        Both are int64, -1 is an empty slot. ``again``: they replace a choice made for the same step.
         """
         row = self._entered
         with self.timer.copying(row > 0):
@@ -220,7 +220,7 @@ class Transfer:
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
-        That, a part of the table or of a list, is updated; -1 in either is an empty slot.
+        ``resident``, part of a table, is updated. -1 is an empty slot.
         """
         row = self._entered
         with self.timer.copying(row > 0):
@@ -242,7 +242,7 @@ class Transfer:
             quantized = 0 if (which := self.ops.host.quantized_at(position)) is None else int(which.sum())
             filled += self._bytes(position.numel(), quantized)
         slots.table.copy_(wanted)
-        if slots.table.is_cuda:  # else the launches alone would be timed
+        if slots.table.is_cuda:  # otherwise only the launches would be timed
             torch.cuda.current_stream(slots.table.device).synchronize()
         self.filled_bytes += filled
         self.filled_seconds += time.perf_counter() - began
@@ -260,10 +260,10 @@ class Transfer:
             self.ops.move_shared(slots, positions, targets, taken)
 
     def stage(self, slots: DeviceSlots, layer: int) -> None:
-        """Begin to copy the layer's first ``slots.staged`` pages to ``slots.staging``, by a copy engine.
+        """Begin to copy the layer's first ``slots.staged`` pages to ``slots.staging``, behind everything queued so far.
 
-        Behind everything queued so far; a CUDA graph holds the copies like anything else. ``slots.arrived`` waits for
-        them. They are not timed: the rest of what spills is read where no event can tell it from attention.
+        ``slots.arrived`` waits for the copies, which a CUDA graph can capture. They are not timed, because the rest of
+        what spills is read inside the attention kernel, where no event can time it.
         """
         side_stream, _ = self.side_streams
         slots.staged_layer, slots.arrived = layer, side_stream.join
@@ -271,13 +271,13 @@ class Transfer:
             copy_segments(self.ops.host.segments(layer, 0, slots.staged), slots.staging[: slots.staged], to_device=True)
 
     def count_wanted(self, pairs: Tensor) -> None:
-        """Add K/V pairs that a step wanted and that nothing else counts (0-d)."""
+        """Add K/V pairs (0-d) that a step wanted and nothing else counts."""
         self.counters[0, 1].add_(pairs)
 
     def count_fetched(self, pairs: Tensor) -> None:
-        """Add K/V pairs that attention read over the link without their being moved anywhere (0-d)."""
+        """Add K/V pairs (0-d) that attention read over the link without moving them."""
         self.counters[0, 0].add_(pairs)
-        if (share := self.ops.host.quantized_share) is not None:  # what spills is read from first to last
+        if (share := self.ops.host.quantized_share) is not None:  # a fair share, because all that spills is read
             self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:
@@ -288,7 +288,7 @@ class Transfer:
         return self.filled_bytes + self.totals.moved_bytes
 
     def _bytes(self, pairs: int, quantized: int) -> int:
-        """Bytes of K/V pairs, some of them of 8-bit pages, whose scales count with each of their tokens."""
+        """Bytes of K/V pairs, ``quantized`` of them of 8-bit pages; a page's scales are divided among its tokens."""
         return (pairs - quantized) * self.pair_bytes + quantized * block_bytes(self.geometry) // self.geometry.page
 
     @property
@@ -305,11 +305,11 @@ class Transfer:
         return Totals(moved, wanted, corrections, self._bytes(moved, quantized))
 
     def side_stream(self, layer: int = 0) -> SideStream:
-        """The stream of what is chosen for a layer while others run; that of the next layer is the other one."""
+        """The stream for choosing and copying for a layer while others run; neighboring layers have different ones."""
         return self.side_streams[layer % 2]
 
     def join(self, *side_streams: SideStream) -> None:
-        """Let the current stream wait for these; for both where none is named."""
+        """Let the current stream wait for these; for both if none is named."""
         running = [each for each in side_streams or self.side_streams if each.running]
         if running:
             with self.timer.waiting():

@@ -138,15 +138,10 @@ class FreeKV(IndexedMode):
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "tau": self.tau}
-        stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        params, heads, cosine = (
-            self.parameters.model_dump() | chosen,
-            self._heads() if self.k else 0,
-            float(self.cosine),
-        )
-        return ModeReport(
-            params, stats | self._turning(cosine), correctable=heads, cosine=cosine, badges=self._badges()
-        )
+        pages = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
+        params, cosine = self.parameters.model_dump() | chosen, float(self.cosine)
+        heads, stats = self._heads() if self.k else 0, pages | self._corrections(cosine)
+        return ModeReport(params, stats, correctable=heads, cosine=cosine, badges=self._badges())
 
     def _split(self, budget: int) -> tuple[int, int]:
         """Sinks and window of a budget, the rest of which is for pages."""
@@ -158,7 +153,7 @@ class FreeKV(IndexedMode):
         return sink, quarter + left if given.window is None else given.window
 
     def _tau(self) -> float:
-        """As given, else ``TAU``; a head's own query at every step is a correction of all."""
+        """tau as given, else ``TAU``; with ``query=own`` above 1, which corrects every head in every step."""
         if self.parameters.query == "ahead":
             raise UsageError(
                 "Pages are not chosen one layer ahead.",
@@ -177,11 +172,11 @@ class FreeKV(IndexedMode):
 
     @property
     def _widens(self) -> bool:
-        """The page being filled is bounded in the step: what is chosen for the next one may be that page."""
+        """True if a step widens the bounds of the page being filled, which the next step may choose."""
         return self.parameters.index == "bounds" and not self.state.ops.reads_back
 
     def _badges(self) -> tuple[str, ...]:
-        """Sinks and window leave no room for a page, while not everything is read."""
+        """A warning if sinks and window leave no room for a page and not everything is read."""
         if self.k or self._reads_all(self.state.total):
             return ()
         enough = next(n for n in count(self.budget) if n >= sum(self._split(n)) + self.geometry.page)
@@ -192,8 +187,8 @@ class FreeKV(IndexedMode):
         """KV heads that retrieve."""
         return (self.geometry.layers - self.first) * self.geometry.kv_heads
 
-    def _turning(self, cosine: float) -> dict[str, str | float]:
-        """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
+    def _corrections(self, cosine: float) -> dict[str, str | float]:
+        """The share of heads corrected per step since the mode was entered, and the mean of C."""
         steps = self.state.steps - self._entered_at[0]
         if not (steps and self.k):
             return {}
@@ -201,10 +196,8 @@ class FreeKV(IndexedMode):
         return {"heads corrected": f"{corrected:.0%}", "mean C": round(cosine / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self._of_others(self.index.scores(self.state.ops, layer, query, self.state.scaling(layer)))
-
-    def _of_others(self, scores: Tensor) -> Tensor:
-        """The scores of pages that are not read anyway."""
+        """The pages' scores ``[H, G, page]``; the lowest possible for pages that are read anyway."""
+        scores = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer))
         if len(self._wholly_pinned):
             scores.index_fill_(-1, self._wholly_pinned, torch.finfo(scores.dtype).min)
         return scores
@@ -218,12 +211,12 @@ class FreeKV(IndexedMode):
         return self.state.ops.needs_correction(query, self.state.query[layer], self.tau)
 
     def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[H, G, page]`` by the query of heads to correct and the last token's of others; those heads."""
+        """Scores ``[H, G, page]`` by this query for heads to correct, by the last token's for others; those heads."""
         corrected = self.needs_correction(layer, query)
         return self._scores(layer, chosen_by(corrected, query, self.state.query[layer])), corrected
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
-        """Recall now, for the heads whose query turned; the pages' scores."""
+        """Recall now for the heads whose query turned; return the pages' scores."""
         scores = self._scores(layer, query)
         again = self.tau <= 1  # something was chosen for this step already
         corrected = self.needs_correction(layer, query)
@@ -233,7 +226,7 @@ class FreeKV(IndexedMode):
         return scores
 
     def _choose_late(self, layer: int, query: Tensor) -> None:
-        """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
+        """Choose once instead of twice: by this query for heads that turned, by the last token's for the others."""
         if self.tau > -1:
             scores, corrected = self.late_scores(layer, query)
             self._flags.append(corrected)
@@ -243,12 +236,12 @@ class FreeKV(IndexedMode):
         self._open_layer(layer)
 
     def _choose_all(self, candidates: Candidates) -> None:
-        """In all layers the pages chosen with the last token's queries."""
+        """Recall in all layers the pages chosen with the last token's queries."""
         for layer in range(self.first, self.geometry.layers):
             self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
 
     def _holds_all(self, candidates: Candidates, tokens: int) -> bool:
-        """Every candidate page of the step that makes ``tokens`` is resident: they all fit, and the newest is there."""
+        """True if all candidate pages of the step that makes ``tokens`` are resident: they fit, the newest included."""
         if not self._reads_all(tokens):
             return False
         newest = int(candidates.last)
@@ -268,7 +261,7 @@ class FreeKV(IndexedMode):
         self._open_pages(self.slots, slice(index, index + 1), self._oldest)
 
     def _pages_read_anyway(self) -> list[int]:
-        """The pages of whose tokens each is pinned or a sink."""
+        """The pages whose tokens are all pinned or sinks."""
         p = self.geometry.page
         read = Counter(position // p for position in self.pins)
         read[self.sink // p] += self.sink % p

@@ -113,7 +113,7 @@ class Full(Mode):
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
         for slots in self.state.slots:
-            slots.staged_layer = -1  # here, because a capture that failed left it at its last one
+            slots.staged_layer = -1  # a capture that failed has left it at some layer
         self._stage(-1)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
@@ -143,7 +143,7 @@ class Full(Mode):
         return int(min(STAGED_BYTES / self.geometry.layers, slot_bytes * STAGED_SHARE))
 
     def _stageable(self, slots: DeviceSlots) -> int:
-        """Pages that the next step stages: of those that left the ring whole, as many as there is room for."""
+        """The number of pages that the next step stages: those wholly outside the ring, as far as there is room."""
         if self.guesses or not self.state.ops.reads_staged:
             return 0
         room = slots.layout.staged
@@ -152,9 +152,9 @@ class Full(Mode):
         return min(left, room) // unit * unit
 
     def _left_to_cpu(self, slots: DeviceSlots) -> range:
-        """The last of the tokens that leave the ring with the next step: those that the CPU attends to there.
+        """The tokens that the CPU attends to in the next step: the last of those outside the ring.
 
-        Their first moves by whole ``unit``s: each has a graph of its own.
+        The first of them moves by whole ``unit``s, because each has a graph of its own.
         """
         end, share, ops = self.state.total + 1 - slots.layout.window, self.parameters.cpu, self.state.ops
         first = self._sink
@@ -172,11 +172,11 @@ class Full(Mode):
 
     @property
     def _heads_reading_all(self) -> int:
-        """KV heads of all layers without a window."""
+        """The number of KV heads in all layers without a window."""
         return self.geometry.kv_heads * sum(spec.window is None for spec in self.state.specs)
 
     def _stage(self, read: int) -> None:
-        """Begin to stage the next layer without a window, once the one was ``read`` that is staged; -1 at the begin."""
+        """Begin to stage the next layer without a window if layer ``read`` was the staged one; -1 before the first."""
         (slots,) = self.state.slots
         if not slots.staged or slots.staged_layer != read:
             return
@@ -186,7 +186,7 @@ class Full(Mode):
             self.state.transfer.stage(slots, following)
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """K/V pairs that the last of ``tokens`` (0-d) reads, and how many of them come over the link."""
+        """K/V pairs that the last of ``tokens`` (0-d) reads, and those of them that come over the link."""
         ring, none = self.state.slots[0].layout.window + self._sink, torch.zeros_like(tokens)
         windows = Counter(spec.window for spec in self.state.specs)
         heads = [(layers * self.geometry.kv_heads, window) for window, layers in windows.items()]

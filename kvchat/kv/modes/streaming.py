@@ -66,7 +66,7 @@ def pruned_length(length: int, c: int, r: int, sigma: int, delta: int) -> int:
 
 
 class Last(NamedTuple):
-    """The last step, or filling: tokens stored before it, the first kept behind the sinks, and how many it drops."""
+    """The last step or refill: tokens stored when it began, the first one kept after the sinks, how many it drops."""
 
     at: int
     kept_from: int
@@ -115,11 +115,11 @@ class Streaming(Mode):
         self.base = torch.zeros_like(self.kept_from)
         self._last = Last(0, 0, 0)
         self._moving.attach(state, self.base, self._first_kept, self.sink, self.pins)
-        # Canonical keys of sinks and pinned messages, and one row more: there the keys of all later tokens go.
+        # Canonical keys of sinks and pinned messages; the last row takes the keys of all later tokens.
         kept = self.sink + len(self.pins)
         self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
         self._pins = torch.tensor(self.pins, dtype=torch.int64, device=state.device)
-        # Of each of them the tokens before it that may be dropped: none before a sink.
+        # How many tokens before each of these may be dropped; none before a sink.
         may_drop = self._pins - self.sink - torch.arange(len(self.pins), device=state.device)
         self._before = torch.nn.functional.pad(may_drop, (self.sink, 0))
         self._bases_of_kept = torch.nn.functional.pad(self._moving.bases(self._pins), (self.sink, 0))
@@ -149,8 +149,8 @@ class Streaming(Mode):
         total, g = self.state.total, self.geometry
         base = self.context_policy.base_of(total)
         if base or int(self.base):
-            slots.truncate(0)  # keys in the slots were turned: all are loaded as they are stored
-        # Of pinned messages the slots hold rotated keys: they are copied again.
+            slots.truncate(0)  # keys in the slots were rotated: load them all again as they are stored
+        # The slots of pinned messages hold rotated keys: copy these again.
         slots.table[..., self.sink : slots.ring] = EMPTY
         self.state.transfer.load_table(slots, self._wanted_table(slots, recent))
         self._last = Last(total, max(self.sink, total - recent), 0)
@@ -167,7 +167,7 @@ class Streaming(Mode):
 
     def forward_end(self, position: Tensor) -> None:
         if not self._last.dropped and self._last.at >= self.sink:
-            return  # everything lies where it lay
+            return  # no distance changed
         self.kept_from.add_(self._last.dropped)
         (slots,) = self.state.slots
         recents = slots.table[..., slots.ring :]
@@ -186,7 +186,7 @@ class Streaming(Mode):
         return self.sink + self.state.total - self._first_kept()
 
     def _first_kept(self) -> int:
-        """``kept_from`` once the device is done with all that is stored."""
+        """``kept_from`` as it will be once the device has done all queued steps."""
         return self._last.kept_from + self._last.dropped * (self.state.total > self._last.at)
 
     def _soft_capacity(self) -> int:
@@ -202,9 +202,9 @@ class Streaming(Mode):
         return max(p.R, p.sigma + 1) if p.delta else p.R
 
     def _fit_context(self) -> None:
-        """Take fewer recents where a token would attend to more tokens than the model was made for.
+        """Keep fewer recents if a token would attend to more tokens than the model was made for.
 
-        Pinned messages and sinks stay, and one recent.
+        Pinned messages, sinks and one recent stay.
         """
         self.capacity = self._asked
         if not self.context_policy.is_final:
@@ -214,7 +214,7 @@ class Streaming(Mode):
         self.window = self.capacity - self.sink
 
     def _refuse_two_capacities(self) -> None:
-        """C is ``budget`` or S + W + B: both are refused where they differ."""
+        """C is ``budget`` or S + W + B: refuse both if they differ."""
         p = self.parameters
         if p.window is not None and self.sink + p.window + p.B != self.capacity:
             names, numbers = "sink + window", f"{self.sink} + {p.window}"
@@ -239,7 +239,7 @@ class Streaming(Mode):
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 
     def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
-        """A conversation may begin with fewer tokens than sinks: the canonical key of a sink that was decoded."""
+        """Keep the canonical key of a decoded sink: a conversation may begin with fewer tokens than sinks."""
         keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
         row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
         self.kept_keys.index_copy_(2, row.view(1), keys)
@@ -255,9 +255,9 @@ class Streaming(Mode):
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
 
     def _dropped_after(self) -> Tensor:
-        """Number of dropped tokens between a kept one and the recent ones: 0-d for sinks alone, else ``[S + P]``.
+        """For each kept token, the dropped tokens between it and the recents, plus its base: ``[S + P]``.
 
-        Counted from the base of the kept one.
+        0-d without pinned messages, because it is the same for all sinks.
         """
         if not self.pins:
             return self.kept_from - self.sink
@@ -265,7 +265,7 @@ class Streaming(Mode):
         return (dropped - self._before).clamp(min=0) + self._bases_of_kept
 
     def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
-        """The rotations and the layers that each turns (int64, on the device, so that no step has to send them)."""
+        """Each rotation with its layers (int64, on the device, so that no step has to send them)."""
         groups: dict[int, tuple[Rotation, list[int]]] = {}
         for layer, rotation in enumerate(self.traits.rotations):
             if rotation is not None:

@@ -58,7 +58,7 @@ from kvchat.kv.state import KVState
 SINK = 4
 RING = 128
 MEM = 0.5  # of full's K/V, the paper's
-FOLLOWER_PART = 3  # one token of so many a follower keeps at least, where mem is not given
+FOLLOWER_PART = 3  # a follower keeps at least one token in so many if mem is not given
 
 
 class Sync(Mode):
@@ -114,19 +114,19 @@ class Sync(Mode):
         return Layout(0, layers, self.sink, ring, pages, shared=False, heads=heads, pinned=pinned)
 
     def k_of(self, tokens: int) -> int:
-        """k: static and dynamic tokens of a follower, the sinks included, in a turn that begins with ``tokens``."""
+        """k, a follower's static and dynamic tokens, sinks included, in a turn that begins with ``tokens``."""
         p = self.parameters
         if p.budget is not None:
             k = p.budget - self.ring
         else:
             per_follower = paper_k(self.mem, tokens, self.geometry.kv_heads, self.clusters)
-            if p.profile == "default":  # slots come in whole pages, twice: the region's and all of a head's
+            if p.profile == "default":  # two pages less: the region and all slots of a head are rounded up to pages
                 per_follower = (per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)
             k = max(MIN_BUDGET, int(per_follower))
         return max(self._sinks, k)
 
     def _most(self, capacity: int) -> int:
-        """The highest k of a turn with room for ``capacity`` tokens, no more than can lie outside the ring."""
+        """The highest k of a turn with room for ``capacity`` tokens: at most those outside the ring."""
         return max(self._sinks, min(self.k_of(capacity), capacity + 1 - self._recent()))
 
     def attach(self, state: KVState) -> None:
@@ -144,7 +144,7 @@ class Sync(Mode):
     # ---- a new turn
 
     def fill(self, fresh: bool) -> None:
-        """Static and dynamic tokens by the representatives' attention at the last stored position."""
+        """Choose static and dynamic tokens by the representatives' attention at the last stored position."""
         if not self.split:
             return super().fill(fresh)
         state, (everything, rest) = self.state, self.state.slots
@@ -166,7 +166,7 @@ class Sync(Mode):
         return None
 
     def _load(self, rest: DeviceSlots, last: Tensor) -> None:
-        """Bring to the followers' slots what they hold from now on."""
+        """Load what the followers hold from now on into their slots."""
         if self.parameters.offload:
             table = self._wanted_table(rest, self.window - 1)
             for layer in range(self.geometry.layers):
@@ -200,7 +200,7 @@ class Sync(Mode):
         return Step((int(self.anticipates), self.static), self._reads_all(self.state.total + 1))
 
     def _widen_held(self) -> None:
-        """Make room for what is held; fewer slots than k needs are there only while they hold every token."""
+        """Make room in ``held``; there are fewer slots than k needs only while these hold every token."""
         width = self._width(self.k)
         width = min(width, self.state.slots[1].offset) if self.parameters.offload else width
         if width > self.held.shape[2]:
@@ -224,7 +224,7 @@ class Sync(Mode):
         return self._chooses
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        # This layer's attention of this step is done: what changes now acts from the next step on.
+        # This layer's attention is done: what changes now takes effect in the next step.
         if weights:
             best = weights[0].best()
             with self.state.transfer.side_stream(layer)(best):
@@ -244,7 +244,7 @@ class Sync(Mode):
 
     @property
     def anticipates(self) -> bool:
-        """The current step, counted from 1 since the mode filled its slots, chooses."""
+        """True if the current step chooses; steps are counted from 1 since the slots were filled."""
         return self.t % self.parameters.m == 0
 
     # ---- choosing
@@ -271,7 +271,7 @@ class Sync(Mode):
             self.state.transfer.load_tokens(self.state.slots[1], layer, self.static, placed[follows], before[follows])
 
     def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
-        """Let the followers' attention read what they hold, the sinks, and what is later than ``last``."""
+        """Let the followers' attention read what they hold, the sinks, and all tokens after ``last``."""
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
             table[:, : held.shape[1]] = held.to(torch.int32)
@@ -352,9 +352,9 @@ class Sync(Mode):
 
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
-    """Tokens per follower if ``mem`` of a full cache held these and all tokens of the representatives, and no more.
+    """Tokens per follower if ``mem`` of a full cache held exactly these and all tokens of the representatives.
 
-    The rows of the paper's tables fit this, but Llama-70B's at 20 %. ``Sync.k_of`` takes off what else is allocated.
+    The rows of the paper's tables fit this, except Llama-70B's at 20 %. ``Sync.k_of`` deducts what else is allocated.
 
     Raises:
         DoesNotFitError: the representatives alone take as much.
