@@ -21,10 +21,10 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 # Elements of one block of prefill scores (all heads) and of a mask: they bound what a prefill's attention takes.
 SCORE_BLOCK = 2**24
 MASK_BLOCK = 2**22
-# At its peak a block of scores is there in float32, in the model's dtype and twice as an intermediate result.
+# At its peak a block of scores exists in float32, in the model's dtype and twice as an intermediate result.
 PREFILL_WORKSPACE = 16 * SCORE_BLOCK
-# Queries of one block at most. More see more keys that the mask closes for some of them; on a CPU 256 are as fast as
-# any number for a long context and a quarter faster without one; a GPU needs more to be busy.
+# Queries of one block at most. Larger blocks compute more scores that the mask then drops: on a CPU 256 are as fast as
+# any number for a long context and a quarter faster for a short one; a GPU needs more to be busy.
 ROWS = {"cpu": 256, "cuda": 1024}
 # Queries up to which SCORES, which reads the keys once for a group's heads, is faster on a CPU than a fused kernel:
 # 8 of them after 16,000 tokens take 10.5 ms in place of 16.3 (2 KV heads of 64), 51 of 95 (8 of 128).
@@ -34,9 +34,9 @@ FEW = 8
 class Kernel(Enum):
     """The attention function of a prefill.
 
-    FLASH takes all tokens at once and no mask. SPLIT does on a CPU, once for what is stored before and once for the new
-    tokens: 0.8 of the time of MASKED for a prompt of 8,192. MASKED, a fused kernel too, reads a mask: blocks of queries
-    bound it. SCORES writes all scores of a block of queries out.
+    FLASH takes all tokens at once and no mask. SPLIT, on a CPU, does so twice, for the stored and for the new tokens:
+    0.8 of the time of MASKED for a prompt of 8,192. MASKED is a fused kernel that reads a mask, in blocks of queries to
+    bound its size. SCORES writes out all scores of a block of queries.
     """
 
     FLASH = "flash"
@@ -77,7 +77,7 @@ class Products(NamedTuple):
 
 
 def products(keys: Tensor, values: Tensor) -> Products:
-    """Those of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+    """The products with ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
 
     def scores(query: Tensor) -> Tensor:
         return torch.bmm(query, keys.transpose(1, 2))
@@ -122,7 +122,7 @@ def attend(
 
 
 class Partial:
-    """One token's attention over keys that come part after part: the softmax of all of them, without all at once."""
+    """One token's attention over keys that come in parts: an online softmax."""
 
     def __init__(self, query: Tensor, d_v: int, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
         """``query [H, G, d_k]`` and learned ``sinks [H, G]``, where the layer has them."""
@@ -130,7 +130,7 @@ class Partial:
         self._spec = spec
         self._sums = query.new_zeros((*query.shape[:2], d_v), dtype=torch.float32)
         self._total = self._sums.new_zeros((*query.shape[:2], 1))
-        # Below every score, and finite: the difference of two infinities is no number.
+        # Below every score, but finite: the difference of two infinities is NaN.
         self._highest = torch.full_like(self._total, torch.finfo(torch.float32).min / 4)
         if sinks is not None:
             self._highest, self._total = sinks.float().unsqueeze(-1), self._total + 1
@@ -212,9 +212,9 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
 
 
 def _split(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Each part as a softmax of its own, weighed by what the weights of both add up to.
+    """Attention to stored and to new tokens, merged by their sums of exponentials.
 
-    The CPU's kernel closes what is later only where queries and keys begin at the same token.
+    The CPU's kernel masks causally only if queries and keys begin at the same token.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     query, keys, values = _grouped(query, keys, values)
@@ -259,7 +259,7 @@ def _rows(limit: int, before: int) -> int:
 
 
 def capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """``scores``, bounded where the layer's rule says so."""
+    """``scores``, bounded if the layer has a soft cap."""
     return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 

@@ -1,9 +1,9 @@
-"""Prefill: the memory that it takes, what is stored of new tokens, how attention gets at everything stored before them.
+"""Prefill: the memory that it takes, and how new tokens are stored and attend to everything stored before them.
 
-Where the model runs on a GPU, one layer's K/V is there at a time: while a layer computes, the next one's earlier K/V
-comes from the host pool and its own goes there. Three buffers of one layer do it, two of them in the host pool's
-layout, so that whole pages move by the copy engines and take nothing from the multiprocessors (a gather of the same
-bytes by a kernel would occupy all of them for as long as the link is busy).
+A GPU has one layer's K/V at a time: while a layer computes, the next one's earlier K/V comes from the host pool and its
+own new K/V goes there. This takes three buffers of one layer, two of them in the host pool's layout, so that the copy
+engines move whole pages and the multiprocessors stay free (a kernel that gathers the same bytes would occupy all of
+them for as long as the link is busy).
 """
 
 from __future__ import annotations
@@ -72,19 +72,16 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
 
 
 def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:
-    """One forward of ``tokens`` new tokens after those stored, of which it reads none before ``first``.
-
-    There is room for them.
-    """
+    """A forward of ``tokens`` new tokens, for which there is room, that reads stored tokens from ``first`` on."""
     if host.device.type == "cuda" and not isinstance(host, EightBitPool):
         return StagedPrefill(host, tokens, first)
     return DirectPrefill(host, first)
 
 
 class DirectPrefill:
-    """On a CPU the host pool is memory like any other. Of 8-bit pages a GPU's kernels unpack a layer's as it begins.
+    """Reads the host pool itself, on a CPU; or, with 8-bit pages on a GPU, a layer that is dequantized as it begins.
 
-    New tokens are read exactly, those before them as they are stored.
+    New tokens are read exactly, earlier ones as they are stored.
     """
 
     def __init__(self, host: HostPool, first: int = 0) -> None:
@@ -117,10 +114,9 @@ class DirectPrefill:
 class StagedPrefill:
     """One layer's K/V on the device, the next one's on its way.
 
-    ``all [2, H, tokens, d]`` is what attention reads, from the page of the first token on that is read. ``earlier`` and
-    ``new`` ``[page, H, 2, p, d]`` are the stored pages on their way from the host and the changed ones on their way to
-    it; the first changed page is the one the new tokens begin in, so one page may be in both.
-    ``staging_bytes`` predicts their size.
+    ``all [2, H, tokens, d]`` is what attention reads, beginning with the page of the first token that is read.
+    ``earlier`` and ``new`` ``[page, H, 2, p, d]`` are stored pages on their way from the host and changed pages on
+    their way to it; the page in which the new tokens begin may be in both. ``staging_bytes`` predicts their size.
     """
 
     def __init__(self, host: HostPool, tokens: int, first: int = 0) -> None:
@@ -130,7 +126,7 @@ class StagedPrefill:
         offset = self._page * g.page
         self._start, self._end = host.total - offset, host.total + tokens - offset
         self._changed, pages = self._start // g.page, g.pages(self._end)
-        # Zeros: what lies behind the last token goes to the host too, and recall copies whole pages.
+        # Zeros: the rest of the last page is written to the host too, and recall copies whole pages.
         self.all = torch.zeros((2, g.kv_heads, pages * g.page, g.d), dtype=g.dtype, device=host.device)
         shape = (g.kv_heads, 2, g.page, g.d)
         self.earlier = self.all.new_empty((g.pages(self._start), *shape))

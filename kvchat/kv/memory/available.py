@@ -129,7 +129,7 @@ def free_bytes(device: torch.device) -> int:
     return host_free()
 
 
-def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int = 0) -> None:
+def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int) -> None:
     """Refuse a ``mode`` whose ``needed`` bytes are more than is free once the old mode has ``released`` its own."""
     left = usable(free_bytes(device) + released)
     if needed > left:

@@ -5,7 +5,7 @@ full-precision one has that which is not full, and those that got full before 8 
 longer were; ``eight_bit`` has all others. Any mixture is a conversation. ``places [page]`` (int64, on the device) says
 where each page is: its index in the full-precision pool or, as ``~index``, in ``eight_bit``.
 
-What is truncated inside an 8-bit page goes on from the values that its codes stand for.
+If an 8-bit page is truncated inside, what follows is appended to the values that its codes stand for.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EightBitPool(HostPool):
         if tokens <= self._total:
             self.truncate(tokens)
             return
-        if len(self._pages) > self.geometry.pages(self._total):  # they were put there
+        if len(self._pages) > self.geometry.pages(self._total):  # ``put`` has added pages
             self._total = tokens
             self.truncate(tokens)
             return
@@ -123,10 +123,10 @@ class EightBitPool(HostPool):
     # ---- room
 
     def reserve(self, tokens: int) -> bool:
-        new = self.geometry.pages(tokens) - len(self._pages) + 2  # one that is opened again, and one being written
+        new = self.geometry.pages(tokens) - len(self._pages) + 2  # one that is dequantized, and one being written
         full = max(0, tokens // self.geometry.page - self._total // self.geometry.page)
         moved = super().reserve(self._free.after(new if not self.quantizes else 2) * self.geometry.page)
-        # One more: a step writes the 8-bit page of a full one wherever it will lie.
+        # One more: every step writes an 8-bit page, which counts only if its token filled the page.
         moved |= self._reserve_quantized((full if self.quantizes else 0) + 1)
         if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
             self._dequantize_last()
@@ -136,7 +136,7 @@ class EightBitPool(HostPool):
     def _reserve_quantized(self, pages: int) -> bool:
         """Make room for ``pages`` more 8-bit pages; True if their views changed."""
         p = self.geometry.page
-        self.eight_bit.total = self._free_quantized.after(0) * p  # so much goes along if it moves, beyond the context
+        self.eight_bit.total = self._free_quantized.after(0) * p  # what it copies if it has to move
         return self.eight_bit.reserve(self._free_quantized.after(pages) * p)
 
     def _planned(self, tokens: int) -> list[int]:
@@ -255,13 +255,13 @@ class EightBitPool(HostPool):
         self._dequantized |= {first + page for page in pages.dequantized}
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
-        """``HostPool.dense`` of stored tokens: a copy, with what the codes stand for."""
+        """``HostPool.dense`` of stored tokens: a copy, dequantized."""
         g = self.geometry
         places = torch.tensor(self._pages[page : g.pages(tokens)], dtype=torch.int64, device=self.device)
         whole = torch.empty((2, g.kv_heads, len(places), g.page, g.d), dtype=g.dtype, device=self.device)
         pages = whole.permute(2, 1, 0, 3, 4)
         for at, table, read in (
-            (places >= 0, self.table(layer), _as_it_is),
+            (places >= 0, self.table(layer), lambda stored, _: stored),
             (places < 0, self.eight_bit.table(layer), eight_bit_pages.dequantize),
         ):
             where = at.nonzero().flatten()
@@ -321,7 +321,7 @@ class EightBitPool(HostPool):
     def _of_either(
         self, places: Tensor, full_precision: Callable[..., Tensor], quantized: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
-        """Read ``places [m]`` by one of both; on a GPU run both and choose, as reading back would wait."""
+        """Read each of ``places [m]`` by the function for its kind; on a GPU run both, as reading back would wait."""
         is_full_precision, held = places >= 0, self.table(0).device
         index, where = torch.where(is_full_precision, places, ~places).to(held), tuple(x.to(held) for x in where)
         if self.device.type == "cpu" and bool(is_full_precision.all()):
@@ -334,10 +334,6 @@ class EightBitPool(HostPool):
         other = quantized(torch.where(is_full_precision, zero, index), *where)
         chosen = torch.where(is_full_precision.view(-1, *[1] * (one.dim() - 1)), one, other)
         return chosen.to(self.device)
-
-
-def _as_it_is(pages: Tensor, _geometry: object) -> Tensor:
-    return pages
 
 
 class FreeList:

@@ -2,14 +2,14 @@
 
 One array ``[page, H, 2, p, d]`` per layer, cut into rows (a token's K or V of one head) and blocks (a page's K or V of
 one head). A layout says what is next to what: ``ByPage`` for a GPU, which fetches pages, ``ByHead`` for a CPU; 8-bit
-pages are by page in either case. A new token's K/V is written through as soon as it is computed; leaving the device
-then costs nothing. Pages of a conversation that is not the current one are parked in plain host memory.
+pages are by page in either case. A new token's K/V is written to it as soon as it is computed, so evicting from the
+device costs nothing. Pages of a conversation that is not the current one are parked in plain host memory.
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
 from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device
-reads and writes the pool through an alias of the same bytes. Where pinning fails the pool is pageable: the same calls
-gather on the CPU and copy, which is slow but right, and cannot be captured. What was pinned stays so, and the rest is
-tried again each time the pool grows.
+reads and writes the pool through an alias of the same bytes. If pinning fails the pool is pageable: the same calls
+gather on the CPU and copy, which is slow but correct, and cannot be captured. What was pinned stays pinned, and the
+rest is tried again each time the pool grows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HostPool:
 
     @property
     def room(self) -> int:
-        """Tokens that can be stored without another ``reserve``, at least."""
+        """The least number of tokens that can be stored without another ``reserve``."""
         return self.capacity
 
     @property
@@ -88,7 +88,7 @@ class HostPool:
         return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for ``tokens`` in all; True when the views changed: it moved, or the device sees it otherwise.
+        """Make room for ``tokens`` in all; True if the views changed: the pool or its device address moved.
 
         Raises:
             DoesNotFitError: the host has no memory for it; what is stored is unchanged.
@@ -108,7 +108,7 @@ class HostPool:
         self.total = min(self.total, tokens)
 
     def synchronize(self) -> None:
-        """Wait until what steps wrote through has arrived in host memory."""
+        """Wait until what steps have written has arrived in host memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -295,7 +295,7 @@ class HostPool:
         tokens = self._layout.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
         if self.registrar:
-            self.pageable_reason = "it is being moved"  # so that no view keeps what a layer leaves
+            self.pageable_reason = "it is being moved"  # so that no view keeps a layer's old region
         try:
             for layer, region in enumerate(moved):
                 region.commit(size)
@@ -304,7 +304,7 @@ class HostPool:
                     self._regions[layer] = region
                     self._rebuild_views()
             self._regions = moved
-        finally:  # ended midway, every layer is whole where it lies
+        finally:  # even if it failed midway, every layer is complete in its old or new region
             self._pin()
             self._rebuild_views()
 

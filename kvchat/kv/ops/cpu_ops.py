@@ -1,10 +1,10 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
-What does not change is skipped. Choosing and moving a layer's pages and the two products of attention, wherever K and V
-lie in the host pool, are loops that numba compiles (``numba``), once on a machine, in other processes. Until they have,
-in float16 and without numba they are torch's, which needs 3 to 10 times as long for bfloat16, and over few tokens in
-float32 where the weights are asked for. Without them one loop attends: over 512 tokens of SmolLM2 torch's two products
-and softmax take 80 us on one thread, the loop 44. Tensors are shared with numpy, not copied.
+What does not change is skipped. Choosing and moving pages, and attention over K and V in the host pool, are loops that
+numba compiles (``numba``), once on a machine, in other processes. Torch does the same until they are compiled, without
+numba, in float16, and over few tokens in float32 if the weights are asked for. For bfloat16 it takes 3 to 10 times as
+long. If no weights are asked for one loop does all of attention: over 512 tokens of SmolLM2 it takes 44 us on one
+thread, torch's two products and softmax 80. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOPS = "kvchat.kv.ops.numba"
 PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
 IN_A_ROW, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.eight_bit"
 BASE, ROWS = f"{LOOPS}.loops", f"{LOOPS}.rows"
-# Modules of loops that other processes compile now, or could not: each event tells when that is known.
+# Modules of loops that other processes are compiling; the event of each is set when that has succeeded or failed.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
 NO_MEANS, NO_WEIGHTS = np.empty((0, 0, 0), np.uint16), np.empty((0, 0, 0), np.float32)
@@ -46,9 +46,9 @@ Numbers = np.ndarray[Any, Any]
 
 
 class Stored(NamedTuple):
-    """A layer's keys and values in memory that is ``of`` this tensor: the whole of it, as numpy sees it and loops do.
+    """A layer's keys and values, all that the memory ``of`` this tensor has room for, as numpy and the loops see them.
 
-    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are numpy's; ``read`` is what loops that attend take.
+    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are numpy's; ``read`` are arguments of loops that attend.
     """
 
     of: Tensor
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def seen(cls, of: Tensor, keys: Tensor, values: Tensor) -> Stored:
-        """Of tensors, which takes as long as to attend to 200 tokens."""
+        """Make it from tensors, which takes as long as attending to 200 tokens."""
         return cls(of, numbers(keys), numbers(values), (*_rows(keys), *_rows(values)))
 
 
@@ -66,7 +66,7 @@ class CpuOps(TorchOps):
     """``TorchOps`` that may read back."""
 
     reads_back = True
-    attends_as_it_chooses: ClassVar = True  # by one loop
+    attends_as_it_chooses: ClassVar = True  # one loop does both
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         super().__init__(geometry, host, device, kernel_refusal)
@@ -93,7 +93,7 @@ class CpuOps(TorchOps):
                 place.keys[:, slot], place.values[:, slot] = (one[heads] for one in given)
 
     def _in_pool(self, layer: int) -> Stored | None:
-        """The same from step to step, until the pool moves; None where loops do not read it."""
+        """The layer in the host pool, the same object until the pool moves; None if loops cannot read it."""
         rows, known = self.host.rows(layer), self._stored_of.get(layer)
         if known is None or known.of is not rows:
             known = self._stored_of[layer] = Stored.seen(rows, *self._in_a_row(layer, 0, self.host.reserved))
@@ -144,25 +144,25 @@ class CpuOps(TorchOps):
         bias = slots.bias(layer, self.position, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         table = slots.unmasked(bias, spec.window).expand(len(grouped), -1)
-        found = self._attended(grouped, self._in_slots(slots, layer), table, spec, sinks)
+        found = self._attend_by_loop(grouped, self._in_slots(slots, layer), table, spec, sinks)
         if found is None:
             return attend(grouped, self.products(slots.keys(layer), slots.values(layer)), bias, spec, sinks)[0]
         return found
 
-    def _attended(
+    def _attend_by_loop(
         self, query: Tensor, stored: Stored | None, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> Tensor | None:
-        """``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop."""
+        """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens ``table [H, n]``; None without a loop."""
         if not (stored and (loops := _threaded(self.geometry.dtype, TOKENS))):
             return None
         made = torch.empty((*query.shape[:2], self.geometry.d_v))
         loops.attend_tokens(*_asked(query, spec, sinks), *stored.read, table.numpy(), made.numpy(), 0, NO_WEIGHTS)
         return made.to(query.dtype)
 
-    def _weighed(
+    def _weigh_by_loop(
         self, query: Tensor, layer: int, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """As ``_attended`` over stored tokens, with their weights, float32 ``[H, G, n]``."""
+        """``_attend_by_loop`` over stored tokens, and their weights, float32 ``[H, G, n]``."""
         if not ((stored := self._in_pool(layer)) and (loops := _threaded(self.geometry.dtype, TOKENS))):
             return None
         made, weights = (torch.empty((*query.shape[:2], size)) for size in (self.geometry.d_v + 1, table.shape[1]))
@@ -191,7 +191,7 @@ class CpuOps(TorchOps):
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
-        found = self._attended(query, self._in_pool(layer), self._stored_tokens[:, first:], spec, sinks)
+        found = self._attend_by_loop(query, self._in_pool(layer), self._stored_tokens[:, first:], spec, sinks)
         if found is None:
             return attend(query, self._products_of_all(layer, first), None, spec, sinks)[0]
         return found
@@ -206,7 +206,7 @@ class CpuOps(TorchOps):
         other_part: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``other_part`` as in ``attend``."""
-        found = self._attended(query, self._in_pool(layer), table, spec, sinks) if other_part is None else None
+        found = self._attend_by_loop(query, self._in_pool(layer), table, spec, sinks) if other_part is None else None
         if found is None:
             return attend(query, self._products_of_some(layer, table), None, spec, sinks, other_part)[0]
         return found
@@ -223,18 +223,18 @@ class CpuOps(TorchOps):
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if named == end:
             attended, weights = attend(grouped, self._products_of_all(layer, first), None, spec, sinks)
-        elif found := self._weighed(grouped, layer, table, spec, sinks):
+        elif found := self._weigh_by_loop(grouped, layer, table, spec, sinks):
             attended, weights = found
         else:
             attended, weights = attend(grouped, self._products_of_some(layer, table), None, spec, sinks)
         return attended, torch.nn.functional.pad(weights, (unseen, 0)) if unseen else weights
 
     def _products_of_all(self, layer: int, first: int) -> Products:
-        """Those of the stored tokens from ``first`` on."""
+        """The products with the stored tokens from ``first`` on."""
         return self.products(*self._in_a_row(layer, first, self._now + 1))
 
     def _products_of_some(self, layer: int, table: Tensor) -> Products:
-        """Those of the tokens in ``table [H or 1, n]``."""
+        """The products with the tokens in ``table [H or 1, n]``."""
         return products(*self._gathered(layer, table))
 
     def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -410,10 +410,10 @@ def mixed(full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tens
 def attended_part(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor | None:
-    """A part of what is attended to, float32 ``[H, G, d_v + 1]``: the logarithm of the sum of exponentials comes last.
+    """A part of an attention, float32 ``[H, G, d_v + 1]`` with the log of its sum of exponentials last.
 
-    It is that of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``, of ``keys [H, token, d_k]`` and ``values
-    [H, token, d_v]``; None without a loop.
+    ``query [H, G, d_k]`` attends to the tokens in ``table [H, n]``, of ``keys [H, token, d_k]`` and ``values [H, token,
+    d_v]``; None without a loop.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
@@ -424,7 +424,7 @@ def attended_part(
 
 
 def _asked(query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
-    """What loops that attend take before keys and values."""
+    """The arguments of loops that attend, up to keys and values."""
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
     return query.contiguous().float().numpy(), spec.scaling, spec.softcap or 0.0, logits
 
@@ -454,16 +454,16 @@ def attended_rows(query: Tensor, keys: Tensor, values: Tensor, start: int, spec:
 
 # ---- inside
 def _threaded(dtype: torch.dtype, name: str) -> ModuleType | None:
-    """``loops_over`` numbers of ``dtype``, which know how many threads to run on."""
+    """``loops_over`` numbers of ``dtype``, set to torch's number of threads."""
     if loops := loops_over(dtype, name):
         use_threads(torch.get_num_threads())
     return loops
 
 
 def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, values: Arguments) -> Products:
-    """Those of the module over ``tokens`` tokens whose values are ``stored [..., d_v]``.
+    """The products of a module's loops over ``tokens`` tokens whose values are ``stored [..., d_v]``.
 
-    ``keys`` and ``values`` are what its loops read, as they take it.
+    ``keys`` and ``values`` are the loops' arguments.
     """
 
     def scores(query: Tensor) -> Tensor:
@@ -481,6 +481,6 @@ def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, v
 
 
 def _rows(rows: Tensor) -> Arguments:
-    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other, and the strides in them."""
+    """The memory of ``rows [H, n, d]`` as one flat array, and the strides of heads and tokens in it."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return numbers(rows.as_strided((last + 1,), (1,))), *rows.stride()[:2]

@@ -281,7 +281,7 @@ def _page_shape(page: int, d: int) -> tuple[int, int, int]:
 # ---- how many programs
 
 
-def recall_rates(source: Tensor, target: Tensor, counts: tuple[int, ...] = CTAS) -> dict[int, float]:
+def recall_rates(source: Tensor, target: Tensor) -> dict[int, float]:
     """Bytes a second that ``move_pages`` brings from host memory, by its number of programs; a few milliseconds.
 
     ``source [pages, 2, p, d]`` are pages of one KV head in host memory as the device sees it, ``target [2, pages, p,
@@ -297,8 +297,8 @@ def recall_rates(source: Tensor, target: Tensor, counts: tuple[int, ...] = CTAS)
         tensors = *[source] * 4, target, placed, resident, placed, counters
         _move_pages[(ctas,)](*tensors, pages, pages, pages * p, *shape, num_warps=4)
 
-    move(max(counts))
-    return {ctas: source.nbytes / _seconds(functools.partial(move, ctas)) for ctas in counts}
+    move(max(CTAS))
+    return {ctas: source.nbytes / _seconds(functools.partial(move, ctas)) for ctas in CTAS}
 
 
 def calibrate_ctas(rates: dict[int, float]) -> int:
