@@ -1,13 +1,13 @@
 """ModelRunner: prefill and decode steps, the model's forwards over the KV manager; on a GPU a step is one CUDA graph.
 
-The first step of a kind runs eagerly, which is the warm-up a capture needs; being a step like any other it leaves no
-trace. The second is captured, and from then on replayed: the processor launches one graph a token.
-``KVManager.graph_key`` tells kinds apart: the mode, which of its steps it is, and where its tensors lie. After growth
-or a switch the next two steps warm up and capture again. What cannot be captured runs eagerly, ``refusal`` says why.
+The first step of a kind runs eagerly, as the warm-up that a capture needs. The second is captured, and replayed from
+then on: the processor launches one graph a token. ``KVManager.graph_key`` tells kinds apart: the mode, the kind of its
+step, and the addresses of its tensors. After growth or a switch the next two steps warm up and capture again. If a step
+cannot be captured it runs eagerly, and ``refusal`` says why.
 
-The memory that a prefill takes beside weights and K/V depends on the widths of the layers, on how the model's code
-keeps intermediate results, on experts and quantized weights. Two short forwards measure it, because all of it grows in
-proportion to the tokens.
+The memory that a prefill takes besides weights and K/V depends on the widths of the layers, the intermediate results
+that the model's code keeps, experts and quantized weights. It is proportional to the tokens, so two short forwards
+measure it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def traits_of(
 class ModelRunner:
     """Runs a model's tokens through a KV manager.
 
-    ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by the free memory. When
-    memory runs out all the same fewer are tried, down to ``least``.
+    ``chunk`` is the number of tokens of one prefill forward, None if it depends on the free memory. If memory runs out
+    nevertheless, fewer are tried, down to ``least``.
     """
 
     least = CHUNKS[0]
@@ -110,10 +110,10 @@ class ModelRunner:
         return self._step(token, token in self._control)
 
     def guess(self, token: int, tokens: int, draw: Callable[[Tensor], Tensor]) -> list[int]:
-        """Store ``token`` and what ``draw`` makes of the logits after it, and so on; the ``tokens`` drawn.
+        """Store ``token``, ``draw`` the next one from its logits, and so on; return the ``tokens`` drawn.
 
-        Inside ``guessing``. They are read at once: on a GPU the steps run without waiting for one another's token. The
-        last is not stored. A token below 0, which no finite logits gave, is stored as token 0.
+        Call it inside ``guessing``. All are read back at the end: on a GPU no step waits for another one's token. The
+        last token is not stored. A token below 0, drawn from logits that are not finite, is stored as token 0.
 
         Raises:
             DoesNotFitError: memory is short.
@@ -144,7 +144,7 @@ class ModelRunner:
         return logits
 
     def _forward(self) -> Tensor:
-        """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
+        """The part of a step that runs on the device: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
         position = self.kv.mode.context_policy.model_position(self.kv.state.position).view(1)
         with without_onednn(self.model.dtype, self.model.device):
@@ -176,7 +176,7 @@ class ModelRunner:
         chunk_size = self.chunk or self.planned_chunk(len(ids))
         done = 0
         while done < len(ids):
-            self.thread_budget.sample()  # so that the first token knows
+            self.thread_budget.sample()  # so that the first token uses the right number of threads
             limited = min(chunk_size, self.kv.mode.context_policy.prompt_tokens(self.kv.total))
             wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)
@@ -207,7 +207,7 @@ class ModelRunner:
                     if len(chunk) <= self.least or not is_out_of_memory(error):
                         raise
                 tokens = max(self.least, len(chunk) // 2)
-                # What smaller forwards may use lies scattered in what torch keeps.
+                # The memory for smaller forwards is fragmented in torch's cache.
                 torch.cuda.empty_cache()
 
     @contextmanager
@@ -220,17 +220,17 @@ class ModelRunner:
     def rows(self) -> int:
         """Tokens that one forward of ``verify`` may store.
 
-        Up to the model's context, and of a page in 8 bits all but the last: it is rounded only once no token of it may
-        be taken back.
+        Up to the model's context; if pages are quantized, at most all but the last token of the current page, because a
+        quantized page cannot take tokens back.
         """
         left, state = self.model.context - self.kv.total, self.kv.state
         page = state.geometry.page
         return min(left, page - 1 - state.total % page) if state.quantizes else left
 
     def verify(self, ids: Sequence[int]) -> Tensor:
-        """Store ``ids`` exactly, in one forward; the logits after each of them, ``[n, vocab]``.
+        """Store ``ids`` exactly, in one forward; return the logits after each of them, ``[n, vocab]``.
 
-        Not of a model with recurrent layers: what they keep cannot be truncated token by token.
+        Not for a model with recurrent layers: their state cannot be truncated token by token.
 
         Raises:
             UsageError: the model has no such token.
@@ -243,7 +243,7 @@ class ModelRunner:
         return logits
 
     def end_at(self, row: int) -> None:
-        """``KVManager.end_at``, after ``verify``; what follows that row is to be truncated next."""
+        """``KVManager.end_at``, after ``verify``; truncate what follows that row next."""
         with torch.inference_mode():
             self.kv.end_at(row)
 
@@ -264,7 +264,7 @@ class ModelRunner:
         return found
 
     def _reread(self) -> None:
-        """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
+        """Bring the recurrent state of a hybrid model up to date with all stored tokens; their K/V do not change."""
         if not self.recurrent.exists:
             return
         self.recurrent.restore(self.model.device)
@@ -301,7 +301,7 @@ class ModelRunner:
             self.kv.pin(positions)
 
     def restore(self, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
-        """Store the tokens of ``checkpoint`` again after its first ``start``; they are ``ids``."""
+        """Store the tokens of ``checkpoint`` again, with these ``ids``, after the first ``checkpoint.start``."""
         self.recurrent.truncate(checkpoint.start)
         self.kv.restore(checkpoint)
         self.recurrent.append_unread(ids)
@@ -349,9 +349,9 @@ def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
 
 
 class CudaRecorder:
-    """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time.
+    """Captures CUDA graphs of one device; they share a memory pool, because only one runs at a time.
 
-    Where the host takes part in a step (``host_attention.pauses``) its graph ends, and the next one begins: vLLM's
+    If the host takes part in a step (``host_attention.pauses``) a graph ends there and another begins, as in vLLM's
     piecewise graphs. A replay runs the graphs and the host's work in turn.
     """
 
@@ -394,7 +394,7 @@ class CudaRecorder:
                     begin()
                     result = run()
             except Exception:
-                self._failed += graphs  # torch's allocator goes on asking a capture that failed to end
+                self._failed += graphs  # kept alive: torch's allocator still asks a capture that failed to end
                 raise
             finally:
                 host_attention.pauses.pop()
@@ -468,7 +468,7 @@ class GraphRunner:
             self._forget()
         # A pageable host pool is gathered from by the CPU.
         captured = self._kv.state.host.pinned
-        # The first token of all takes another way through recurrent layers.
+        # The very first token takes another path through recurrent layers.
         captured = captured and (self._recurrent is None or self._recurrent.position > 0)
         return self._recorder is not None and not self.refusal and captured
 
@@ -479,8 +479,8 @@ class GraphRunner:
         try:
             self._recorded[kind] = self._recorder(step)
         except Exception as error:  # noqa: BLE001  # Triton and transformers raise errors of their own
-            # A captured step was not executed: the caller runs it eagerly now, which raises by itself if it cannot run.
-            # An error at the end of a capture is only the consequence of the one inside.
+            # A captured step was not executed; the caller now runs it eagerly, which raises if it cannot run at all.
+            # An error at the end of a capture only follows from the one inside.
             ended = isinstance(error, torch.AcceleratorError)
             first = (error.__context__ if ended else None) or error
             self.refusal = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"

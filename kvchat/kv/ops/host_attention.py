@@ -1,8 +1,9 @@
 """Attention of a decode step over a part of the host pool on the CPU, while the GPU attends to the rest.
 
-A layer's query goes to host memory, and what the GPU attends to is queued before the host waits for it. The compiled
-loop reads the pages where they are pinned; what it attends to goes back with the logarithm of its sum of exponentials,
-by which ``attend`` joins it, in float32. The host takes part in every layer: there a CUDA graph ends, another begins.
+A layer's query is copied to host memory, and the GPU's own attention is queued before the host waits for the query. The
+compiled loop reads the pages where they are pinned; its result goes back in float32, with the logarithm of its sum of
+exponentials, by which ``attend`` joins it. The host takes part in every layer, so a CUDA graph ends there and another
+begins.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import cpu_ops
 
-# What ends the CUDA graph that is being captured and lets its replay run the host's work next; none where none is.
+# While a CUDA graph is captured: ends it, and lets its replay run the given work of the host next.
 pauses: list[Callable[[Callable[[], None]], None]] = []
 LINK_BYTES = 2**26  # of a copy by which the link is measured
 READ_BYTES = 2**28  # of K/V by which the CPU is measured: more than its caches hold
@@ -36,7 +37,7 @@ class Rates(NamedTuple):
 
 
 class HostAttention:
-    """The way of a layer's query from the GPU to the host pool, and back: for one layer at a time."""
+    """Takes a layer's query from the GPU to the host and the attention back; for one layer at a time."""
 
     def __init__(self, host: HostPool) -> None:
         g = host.geometry
@@ -53,7 +54,7 @@ class HostAttention:
         self._asked.record(torch.cuda.current_stream(self.host.device))  # another device may be the current one
 
     def answer(self, layer: int, slots: DeviceSlots, spec: AttentionSpec) -> Tensor:
-        """Wait for the query; its attention over ``slots.on_cpu``, without learned sinks, on its way to the device.
+        """Attend to ``slots.on_cpu``, without learned sinks, once the query is there; copy the result to the device.
 
         Float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last; valid until the next layer's.
         """
