@@ -1,4 +1,4 @@
-"""KVState: the stored K/V of one conversation and where it lies, as a mode sees it. It holds no policy."""
+"""KVState: the stored K/V of one conversation and its place in memory, as a mode sees it. It holds no policy."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class KVState:
     Attributes:
         host: every token's K/V, ``total`` tokens.
         slots: the device slots of the current mode; ``slots_of[layer]`` are those that hold a layer.
-        capacity: tokens that what grows with the conversation has room for.
+        capacity: tokens for which everything that grows with the conversation has room.
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
         query: ``[layers, H_q, d_k]``, the last token's queries; ``prompt`` holds those of the last prompt's end.
         control: ``[reserved]`` bool, the chat's control tokens, which a mode should keep if it has the choice.
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
-        specs: each layer's attention rule, one without a window until it is known; of all layers at once, ``[layers]``
-            on the device, ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
-        quantizes: pages that get full are stored in 8 bits.
+        specs: each layer's attention rule; 1/sqrt(d_k) without a window until it is known.
+        scales, sight: their scales, and how many of the most recent tokens each layer sees: ``[layers]`` on the device.
+        quantizes: true if pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
     """
@@ -68,7 +68,7 @@ class KVState:
 
     @property
     def query_bytes(self) -> bytes:
-        """``query`` as bytes; where none are set it is zero."""
+        """``query`` as bytes; setting empty bytes makes it zero."""
         return self.query.cpu().view(torch.uint8).numpy().tobytes()
 
     @query_bytes.setter
@@ -94,7 +94,7 @@ class KVState:
                 self._read_before += self.geometry.kv_heads * (position + 1 - spec.first_seen(position + 1))
 
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
-        """Keep a layer's attention rule; every forward names it again."""
+        """Keep a layer's attention rule, which every forward passes again."""
         if spec is not self.specs[layer]:
             self.specs[layer] = spec
             self.scales[layer] = spec.scaling
@@ -119,7 +119,7 @@ class KVState:
     # ---- what is stored, between steps only
 
     def truncate(self, tokens: int) -> None:
-        self.after_step = False  # first: where memory runs out below, tables still name what is gone
+        self.after_step = False  # first: if memory runs out below, tables still name what is gone
         self.host.truncate(tokens)
         self.prompt.truncate(tokens)
         self.control[tokens:] = False
@@ -127,7 +127,7 @@ class KVState:
             slots.truncate(tokens)
 
     def adopt(self, prefix: CachedPrefix) -> None:
-        """Store the tokens of ``prefix``, of which ``total`` could be read; nothing is stored before."""
+        """Store the tokens of ``prefix`` in an empty state; ``total`` is then how many could be read."""
         self.reserve(prefix.tokens)
         self.prepare_quantized(prefix.has_quantized)
         self.host.synchronize()
@@ -152,7 +152,7 @@ class KVState:
             self.control = torch.nn.functional.pad(self.control, (0, more))
 
     def quantize_pages(self, quantizes: bool) -> None:
-        """Let pages that get full from now on be 8-bit ones, or not; those that are full stay what they are.
+        """Quantize pages that get full from now on, or stop doing so; full pages stay as they are.
 
         Raises:
             DoesNotFitError: the host has no memory for the first of them; nothing changed.
@@ -165,21 +165,21 @@ class KVState:
 
     @property
     def left_quantized(self) -> list[int]:
-        """The pages of quantized tokens, where 8 bits are not asked for any more."""
+        """The pages of quantized tokens if 8 bits are no longer asked for, else none."""
         return self.host.quantized_pages if isinstance(self.host, EightBitPool) and not self.quantizes else []
 
     @property
     def first_quantized(self) -> int:
-        """Tokens before those of ``left_quantized``; all where there are none."""
+        """The number of tokens before ``left_quantized``; all if it is empty."""
         return min((page * self.geometry.page for page in self.left_quantized), default=self.total)
 
     def reusable(self, tokens: int) -> int:
-        """``tokens``, less those in a page of ``left_quantized`` that ends after them: it would stay one."""
+        """``tokens``, less those in a page of ``left_quantized`` that is reused in part: it would stay quantized."""
         page, inside = divmod(tokens, self.geometry.page)
         return tokens - inside if page in self.left_quantized else tokens
 
     def prepare_quantized(self, quantized: bool) -> None:
-        """Make the host pool one that holds 8-bit pages, if some of the pages to come are or were such (``quantized``).
+        """Make the host pool one that holds 8-bit pages, if pages to come are ``quantized`` or were.
 
         Raises:
             DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.
@@ -188,7 +188,7 @@ class KVState:
             self._use_pool(EightBitPool(self.host, self.quantizes))
 
     def _leave_quantized(self) -> None:
-        """Make the host pool a full-precision one, once none of its pages is or was in 8 bits and none will be."""
+        """Make the host pool a full-precision one once no page is, was or will be in 8 bits."""
         if isinstance(self.host, EightBitPool) and not (self.quantizes or has_quantized(self.host)):
             self._use_pool(self.host.full_precision_pool())
 
@@ -201,7 +201,7 @@ class KVState:
         self.release_slots()
         self.capacity = capacity
         self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
-        # Where a layer's heads lie in several slots: the model's order of their outputs, which growing keeps.
+        # If a layer's heads are in several slots: how to put their outputs in the model's order. Growing keeps it.
         self.head_orders = {
             layer: torch.cat([slots.heads_of(layer) for slots in held]).argsort()
             for layer, held in enumerate(self.slots_of)
@@ -209,7 +209,7 @@ class KVState:
         }
 
     def release_slots(self) -> None:
-        """Free the device slots before others are made; what they counted stays counted."""
+        """Free the device slots before others are made; keep what they counted."""
         try:
             self._read_before = self.read_pairs
         finally:
@@ -217,10 +217,10 @@ class KVState:
             self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
-        """Move what the slots hold into slots of ``layouts``; layouts that did not change keep theirs."""
+        """Move what the slots hold into slots of ``layouts``; slots whose layout did not change stay."""
         pairs = zip(self.slots, layouts, strict=True)
         self._use([slots if slots.layout == layout else slots.grown(layout) for slots, layout in pairs])
-        # Only once there is room: if memory ran out the next step tries again.
+        # Last: if memory ran out above the next step tries again.
         self.capacity = capacity
 
     def _use(self, slots: list[DeviceSlots]) -> None:
