@@ -37,6 +37,17 @@ Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 # Of the scaling of positions, which the configuration has.
 IGNORED = ("rope_freqs.", "rope_factors_")
+# Keys that transformers' tables of most architectures lack: it would take another model's values, its defaults.
+LEFT_OUT = {
+    "context_length": "max_position_embeddings",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # which a Llama has or not
 
 
 def of_file(path: Path, name: str) -> Any:
@@ -52,10 +63,12 @@ def of_file(path: Path, name: str) -> Any:
 
         if rows := [one.shape[0] for one in file.tensors if one.name == EMBEDDINGS]:
             found["vocab_size"] = rows[0]
+        kind = CONFIG_MAPPING[found["model_type"]]
+        found |= _left_out(file, kind)
         ends = [id for key in ENDS if (id := file.number(f"tokenizer.ggml.{key}")) is not None]
         if len(set(ends)) > 1 and not isinstance(found.get("eos_token_id"), list):
             found["eos_token_id"] = list(dict.fromkeys(ends))
-        config = CONFIG_MAPPING[found["model_type"]].from_dict(found)
+        config = kind.from_dict(found)
     except ModelError:
         raise
     except Exception as error:  # whatever a damaged file or an unknown architecture leads to
@@ -109,6 +122,18 @@ def _by_transformers(file: GgufFile) -> dict[str, Any]:
         return dict(load_gguf_checkpoint(str(file.path), return_tensors=False)["config"])
 
 
+def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
+    """What the file says beside what transformers reads, by the names of its configurations of this ``kind``."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+    theirs = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
+    keys = {key: name for key, name in LEFT_OUT.items() if not hasattr(kind, str(theirs.get(key)))}
+    said = {name: file.of_architecture(key) for key, name in keys.items()}
+    said |= {name: any(one.name.endswith(end) for one in file.tensors) for name, end in BIASES.items()}
+    known = {name for name in said if hasattr(kind, name) or name in kind.attribute_map}
+    return {name: value for name, value in said.items() if value and name in known}
+
+
 class _Named(NamedTuple):
     name: str
 
@@ -128,9 +153,15 @@ class _Reader:
     """What transformers asks of the gguf package's reader."""
 
     def __init__(self, file: GgufFile) -> None:
-        kept = (pair for pair in file.values.items() if not (pair[0].startswith(LISTS) and isinstance(pair[1], tuple)))
-        self.fields = {key: _field(value) for key, value in kept}
+        kept = {key: value for key, value in file.values.items() if not _is_withheld(key, value)}
+        self.fields = {key: _field(value) for key, value in kept.items()}
         self.tensors = [_Named(one.name) for one in file.tensors]
+
+
+def _is_withheld(key: str, value: Any) -> bool:
+    """True for what transformers would be slow with, or takes for another model: a Llama named "mistral"."""
+    is_list = key.startswith(LISTS) and isinstance(value, tuple)
+    return is_list or key == "general.name" or ".rope.scaling." in key  # the latter is given by ``apply``
 
 
 def _field(value: Any) -> _Field:
@@ -152,12 +183,19 @@ def _gemma_scalar(config: Any) -> int:
 
 
 class Scaling(NamedTuple):
-    """llama.cpp's name of the kind, its factor, the context before it (0 if unnamed), and divisors of frequencies."""
+    """llama.cpp's name of the kind, its factor, the context before it (0 if unnamed), and divisors of frequencies.
+
+    Without scaling the frequencies are powers of ``base``, in sliding layers of ``sliding_base``, for the first so many
+    ``dimensions`` of a head; 0 if unnamed.
+    """
 
     kind: str
     factor: float
     original: int
     divisors: tuple[float, ...]
+    base: float
+    sliding_base: float
+    dimensions: int
 
 
 def read(file: GgufFile) -> Scaling:
@@ -169,7 +207,9 @@ def read(file: GgufFile) -> Scaling:
         kind = "longrope"
     divisors = _floats(tensors[DIVISORS]) if DIVISORS in tensors else ()
     original = values.get("scaling.original_context_length", 0)
-    return Scaling(str(kind), float(factor), int(original), divisors)
+    base, sliding_base = (float(values.get(key, 0)) for key in ("freq_base", "freq_base_swa"))
+    dimensions = int(values.get("dimension_count", 0))
+    return Scaling(str(kind), float(factor), int(original), divisors, base, sliding_base, dimensions)
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
@@ -182,6 +222,12 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     rope = every.get("full_attention", every)
     if rope.get("rope_type") != "default":
         return
+    rope["rope_theta"] = scaling.base or rope["rope_theta"]
+    if "sliding_attention" in every:
+        every["sliding_attention"]["rope_theta"] = scaling.sliding_base or every["sliding_attention"]["rope_theta"]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (share := scaling.dimensions / head) not in (0, rope.get("partial_rotary_factor", 1)):
+        rope["partial_rotary_factor"] = share
     if (factor := round(max(scaling.divisors, default=1), 3)) > 1:
         rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3}
         if not _divides(config, scaling.divisors):
@@ -243,6 +289,12 @@ def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
     if file.architecture in GGUF_ARCHS:
         return _converted(tensors, GGUF_ARCHS[file.architecture](model.config))
     return _processed(tensors, file, model)
+
+
+def loading_info(weights: dict[str, Unpacked], model: Any) -> dict[str, Any]:
+    """What transformers would say once it had read these ``weights`` of a ``model``, which takes minutes."""
+    places = {name for name, _ in model.named_parameters()}
+    return {"missing_keys": places - weights.keys(), "unexpected_keys": weights.keys() - places}
 
 
 def values(tensor: gguf_file.Tensor) -> Tensor:

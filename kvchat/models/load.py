@@ -178,7 +178,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
             progress("Preparing the model")
             with cores:
-                support.check_values(model, checkpoint.folder)
+                support.check_values(model, checkpoint.folder / checkpoint.gguf)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, sums)

@@ -73,8 +73,9 @@ def read(
         packing.of_4_bits = repacking.in_equal_steps(described)
     chosen = {} if packed or _is_packed_later(described, quantized) else quantized.options
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
-    head = None
+    head, place = None, checkpoint.folder / checkpoint.gguf
     if checkpoint.gguf:
+        support.check_tensors(described.shapes, place, ggufs.loading_info(described.gguf_weights, described.shapes))
         head = None if packed else _tied_head(described, quantized)
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:
@@ -94,6 +95,7 @@ def read(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named by check_tensors
                 **placement,
                 **chosen,
             )
@@ -107,7 +109,7 @@ def read(
         from accelerate.hooks import remove_hook_from_module
 
         remove_hook_from_module(model, recurse=True)  # its own way to move what layers are given
-    support.check_tensors(model, checkpoint.folder, info)
+    support.check_tensors(model, place, info)
     if checkpoint.gguf:
         checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
     if checkpoint.gguf and not chosen:

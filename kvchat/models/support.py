@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvchat.errors import ModelError
 from kvchat.libraries import Later
+from kvchat.models.gguf_file import LAYER
 from kvchat.models.quantize.quantization import Quantization, missing, own_method, own_section
 from kvchat.models.recurrent import (
     ATTENTION,
@@ -149,31 +150,38 @@ def _has_several_schemes(section: dict[str, Any]) -> bool:
     return any(len(found) > 1 for found in schemes.values())
 
 
-def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:
-    """Compare the tensors that ``model`` has with those of its files; transformers loads it anyway.
+def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> None:
+    """Compare the tensors that ``model`` has with those of its folder or GGUF file; transformers loads it anyway.
 
-    Tensors absent from the files are filled with random numbers, and tensors that the model lacks are ignored.
+    Tensors absent from the files are filled with random numbers, as are those of other shapes, and tensors that the
+    model lacks are ignored.
 
     Raises:
-        ModelError: tensors of the model are not in the files, or tensors of its decoder are ignored.
+        ModelError: tensors are absent from the files or of other shapes, or some of its decoder are ignored.
     """
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"The weights in {folder} are incomplete.",
-            f"They lack {count(len(missing), 'tensor')} of the model, such as {missing[0]}.",
-            "Download the model again.",
-        )
-    ignored = sorted(_ignored(model, loading_info["unexpected_keys"]))
-    if ignored:
-        raise ModelError(
-            f"The weights in {folder} do not belong to its config.json.",
-            f"{type(model).__name__} has no place for {count(len(ignored), 'tensor')}, such as {ignored[0]}.",
-            "Download the model again; config.json must belong to these weights.",
-        )
+    name = type(model).__name__
+    wrong, hint = (
+        "do not belong to its config.json",
+        "Download the model again; config.json must belong to these weights.",
+    )
+    if missing := sorted(loading_info["missing_keys"]):
+        wrong, hint = "are incomplete", "Download the model again."
+        detail = f"They lack {count(len(missing), 'tensor')} of the model, such as {missing[0]}."
+    elif unlike := sorted(loading_info.get("mismatched_keys", ())):
+        key, *shapes = unlike[0]
+        stored, expected = ("x".join(map(str, shape)) for shape in shapes)
+        detail = f"{key} is {stored} in the files, and {expected} in {name}."
+    elif ignored := sorted(_ignored(model, loading_info["unexpected_keys"])):
+        detail = f"{name} has no place for {count(len(ignored), 'tensor')}, such as {ignored[0]}."
+    else:
+        return
+    if source.is_file():  # a GGUF file, whose table of tensors was complete
+        hint = "Use the model's safetensors, or a newer transformers."
+        raise ModelError(f"transformers cannot read {source} as {name}.", detail, hint)
+    raise ModelError(f"The weights in {source} {wrong}.", detail, hint)
 
 
-def check_values(model: Any, folder: Path) -> None:
+def check_values(model: Any, source: Path) -> None:
     """Look at every weight of ``model``: the self-test reads a few rows of the embeddings, and not all experts.
 
     Without a copy, at 2 to 4 GB/s on a CPU. What is quantized is all read by the self-test.
@@ -184,7 +192,7 @@ def check_values(model: Any, folder: Path) -> None:
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter and weight.is_floating_point() and not _is_finite(weight.detach()):
             raise ModelError(
-                f"The weights in {folder} are damaged.",
+                f"The weights in {source} are damaged.",
                 f"{name} has values that are NaN or infinite.",
                 "Download the model again.",
             )
@@ -267,8 +275,11 @@ def _layer_prefix(model: Any, layers: int) -> str:
 
 
 def _layer_of(key: str, prefix: str) -> int | None:
-    """The layer of a tensor; files of a model without a head leave the first part of the prefix out."""
-    for start in (prefix, prefix.partition(".")[2]):
+    """The layer of a tensor; files of a model without a head leave the first part of the prefix out.
+
+    A tensor of a GGUF file that transformers has no name for has its own.
+    """
+    for start in (prefix, prefix.partition(".")[2], LAYER):
         number = key.removeprefix(start).partition(".")[0]
         if start and key.startswith(start) and number.isdigit():
             return int(number)

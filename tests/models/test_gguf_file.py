@@ -158,6 +158,7 @@ def rope_of(path, kind="llama", kv=(), tensors=()):
     writer.add_embedding_length(128)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
+    writer.add_key_length(32)
     writer.add_rope_dimension_count(32)
     writer.add_rope_freq_base(500000.0)
     for key, value in dict(kv).items():

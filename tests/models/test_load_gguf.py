@@ -9,13 +9,14 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from support.gguf_files import gguf_header, text, write_model
+from support import tiny_models
+from support.gguf_files import gguf_header, text, write_model, write_tiny
 from support.progress import silent
 from support.real_models import FILES
 
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.memory import available
-from kvchat.models import checkpoint, description
+from kvchat.models import checkpoint, description, gguf
 from kvchat.models import tokenizer as tokenizer_module
 from kvchat.models.fuse.modules import sample_logits
 from kvchat.models.gguf_file import GgufFile, Tensor, read
@@ -49,6 +50,68 @@ def test_a_file_needs_room_for_what_stays_of_it_only(file, monkeypatch):
     assert load_model(Load(str(file), "cpu"), silent).weights == "int8"
     with pytest.raises(DoesNotFitError):
         load_model(Load(str(file), "cpu", quantize="none"), silent)
+
+
+def theta(base, **more):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, **more}}
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "layer_types": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes"),
+    [
+        ("llama", "llama", {"rms_norm_eps": 0.1, **theta(5e4), **BIASED}),
+        ("qwen3", "qwen3", theta(5e4)),
+        ("qwen2_moe", "qwen2moe", {"tie_word_embeddings": True}),
+        ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),
+        ("phi3", "phi3", {"vocab_size": 32064, **theta(5e4, partial_rotary_factor=0.5)}),
+        ("gemma2", "gemma2", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}),
+        ("gemma3", "gemma3", {"tie_word_embeddings": True, **GEMMA3}),
+        ("starcoder2", "starcoder2", {"tie_word_embeddings": True, **theta(5e4)}),
+        ("stablelm", "stablelm", theta(5e4, partial_rotary_factor=0.5)),
+        ("gpt2", "gpt2", {"tie_word_embeddings": True}),
+    ],
+)
+def test_what_a_file_says_is_in_force_where_transformers_takes_a_default(tmp_path, name, kind, changes):
+    """Without it most of these load, and answer nonsense."""
+    original = tiny_models.fresh(name, **{"vocab_size": 8192, **changes})
+    write_tiny(tmp_path / "x.gguf", original, kind)
+    loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
+    assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
+    assert loaded.context == tiny_models.CONTEXT
+
+
+def test_a_model_called_mistral_is_a_llama(tmp_path):
+    """transformers reads another architecture for it, which has no file."""
+    original = tiny_models.fresh("llama", vocab_size=8192)
+    write_tiny(tmp_path / "x.gguf", original, "llama", "mistral")
+    loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
+    assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", r"lack 12 tensors.*mlp\.down_proj.*safetensors"),
+        ("qwen2", r"no place for 12 tensors, such as blk\.0\.attn_k\.bias.*safetensors"),
+    ],
+)
+def test_tensors_without_a_place_are_refused_before_any_is_read(tmp_path, name, reason, monkeypatch):
+    """A mixture of experts is a Llama by its architecture, too."""
+    monkeypatch.setattr(gguf, "values", None)
+    write_tiny(tmp_path / "x.gguf", tiny_models.fresh(name, vocab_size=8192), "llama")
+    with pytest.raises(ModelError, match=reason):
+        load_model(Load(str(tmp_path), "cpu", quantize="none"), silent)
 
 
 @pytest.mark.parametrize(

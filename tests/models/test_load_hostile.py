@@ -95,3 +95,9 @@ def test_a_hostile_template_is_refused_in_time(model, monkeypatch, template):
     with pytest.raises(UsageError, match=r"template (refuses|was stopped)"):
         PromptEncoder(model.tokenizer).encode([Turn("user", "Hello")], Stored())
     assert time.process_time() - began < 30
+
+
+def test_weights_of_other_sizes_are_named_with_both(llama_folder):
+    edit_json(llama_folder / CONFIG, intermediate_size=80)
+    with pytest.raises(ModelError, match=r"mlp\.down_proj\.weight is 64x96 in the files, and 64x80"):
+        load_model(Load(str(llama_folder), "cpu"), silent)

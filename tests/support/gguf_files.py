@@ -38,6 +38,26 @@ LFM2_NAMES = {
     ".conv.conv.": ".shortconv.conv.",
 }
 
+# llama.cpp's keys and transformers' names of the values.
+VALUES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+
 
 def gguf_header(*tensors: tuple[str, tuple[int, ...], int], values: Sequence[bytes] = ()) -> bytes:
     """A file with a value of every form and ``tensors`` of zeros: name, shape in ggml's order, number of the type."""
@@ -106,6 +126,42 @@ def write_lfm2(path: Path, model: Any, kind: str) -> None:
         theirs = functools.reduce(lambda done, pair: done.replace(*pair), LFM2_NAMES.items(), name)
         tensors[theirs] = parameter.detach().squeeze(1) if name.endswith("conv.conv.weight") else parameter.detach()
     _write(writer, tensors, kind, kind)
+
+
+def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny") -> None:
+    """A model of llama.cpp's architecture ``kind``, whose vocabulary is the bundled one's, as llama.cpp converts it."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_name(name)
+    for key, named in VALUES.items():
+        if (value := getattr(config, named, None)) is not None:
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{kind}.{key}", value)
+    if rope := getattr(config, "rope_parameters", None):
+        whole, head = rope.get("full_attention", rope), config.hidden_size // config.num_attention_heads
+        rotated = (getattr(config, "head_dim", None) or head) * whole.get("partial_rotary_factor", 1)
+        writer.add_rope_dimension_count(int(rotated))
+        writer.add_rope_freq_base(whole["rope_theta"])
+        writer.add_rope_freq_base_swa(rope.get("sliding_attention", whole)["rope_theta"])
+    _add_vocabulary(writer, config)
+    architecture = next(one for one, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer, tensor = f"blk.{next(filter(str.isdigit, name.split('.')), '')}", parameter.detach()
+        if name.endswith("experts.gate_up_proj"):
+            tensors[f"{layer}.ffn_gate_exps.weight"], tensors[f"{layer}.ffn_up_exps.weight"] = tensor.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            tensors[f"{layer}.ffn_down_exps.weight"] = tensor
+        else:
+            tensor = baselines.rotated_in_pairs(name, tensor, config) if kind == "llama" else tensor
+            tensor = tensor + 1 if kind in ("gemma2", "gemma3") and name.endswith("norm.weight") else tensor
+            tensor = (
+                tensor.T if kind == "gpt2" and name.endswith(("attn.weight", "proj.weight", "fc.weight")) else tensor
+            )
+            tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor.squeeze(0)
+    _write(writer, tensors, "F32", "F32")
 
 
 def _add_vocabulary(writer: Any, config: Any) -> None:

@@ -73,6 +73,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**MOE, "shared_expert_intermediate_size": 64}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, **MOE}),
     "mistral": ("MistralConfig", {"sliding_window": 8, "head_dim": 16}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),

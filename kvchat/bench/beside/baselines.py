@@ -396,11 +396,11 @@ def describe(writer: Any, config: Any) -> None:
 
 def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
     """The parameter ``name`` as GGUF has it: there neighbors rotate, in transformers a head's halves."""
-    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
-    count = next((heads[end] for end in heads if name.endswith(end)), None)
+    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+    count = next((heads[part] for part in heads if part in name), None)
     if count is None:
         return weight
-    return weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(count, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 # Each continues after the stored ids, with room for some more tokens.
