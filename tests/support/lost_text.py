@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.tui.controller import CHECKPOINT_S
+
+BUSY_S = 0.5  # how late a machine with other work saves; a quiet one loses less than a second
+MOST_S = 2 * CHECKPOINT_S + BUSY_S  # of its speech that may be lost
 WORDS = "the window moves and older pages rest on the host "  # of the question ``slow``, again and again
 
 

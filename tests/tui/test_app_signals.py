@@ -17,17 +17,15 @@ from pathlib import Path
 import pytest
 from support import start_app
 from support.environment import environ
-from support.lost_text import WORDS, loss
+from support.lost_text import MOST_S, WORDS, loss
 from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.tui.app import ENDING
-from kvchat.tui.controller import CHECKPOINT_S
 
 SIGNALS = int(os.environ.get("KVCHAT_TEST_SIGNALS", "1"))
 F4 = b"\x1bOS"
-BUSY_S = 0.5  # how late a machine with other work saves; a quiet one loses less than a second
 # What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
@@ -142,7 +140,7 @@ def test_a_terminal_that_vanishes_ends_application_and_engine(application, tmp_p
     assert question.text == "slow"
     assert answer.text == (WORDS * 10_000)[: len(answer.text)]
     lost = loss(tmp_path / "ledger", vanished, len(answer.text))
-    assert lost.seconds <= 2 * CHECKPOINT_S + BUSY_S, lost
+    assert lost.seconds <= MOST_S, lost
 
 
 def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path):
