@@ -27,7 +27,6 @@ RIGHT = [
 ]
 
 REFUSED = {
-    "gptj": "does not let its attention be replaced",
     "falcon": "does not let its attention be replaced",
     "bloom": "does not let its attention be replaced",
     "mpt": "does not let its attention be replaced",

@@ -235,7 +235,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_head": 32, **MAMBA}),
     "olmo_hybrid": ("OlmoHybridConfig", {"layer_types": RECURRENT_FIRST}),
     # refused
-    "gptj": ("GPTJConfig", {"only": {**GPT2_NAMES, "rotary_dim": 8}}),
     "falcon": (
         "FalconConfig",
         {"num_kv_heads": 2, "new_decoder_architecture": True, "num_key_value_heads": None, "intermediate_size": None},

@@ -181,16 +181,6 @@ def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkp
     )
 
 
-@pytest.mark.parametrize("quantize", ["auto", "none", "int4"])
-def test_weights_without_their_scales_are_refused(checkpoints, tmp_path, quantize):
-    folder = shutil.copytree(checkpoints("fp8")[0], tmp_path, dirs_exist_ok=True)
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
-    del stored["model.layers.2.mlp.up_proj.weight_scale_inv"]
-    stored_weights.write(folder, stored, FP8)
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load(str(folder), quantize)
-
-
 @needs_compressed
 @pytest.mark.parametrize(
     ("name", "is_left_out"),
