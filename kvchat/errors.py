@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+ENDS = (".", "?", "!", ":", "…", '."')  # of a sentence; what others say may have none
 MANY = 20  # words in a refusal: all parameters or ids of keys fill the screen
 INSTEAD = "/model loads a model on this machine, where modes switch live."  # of what a server decides
 
@@ -35,7 +36,8 @@ class KvchatError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.title, self.detail, self.hint) if part)
+        *before, last = [part for part in (self.title, self.detail, self.hint) if part] or [""]
+        return " ".join([*(part if part.endswith(ENDS) else f"{part}." for part in before), last])
 
 
 class UsageError(KvchatError):

@@ -22,6 +22,7 @@ def test_the_parts_are_joined_without_gaps():
     assert str(UsageError("Title.", "Detail.", "Hint.")) == "Title. Detail. Hint."
     assert str(UsageError("Title.", hint="Hint.")) == "Title. Hint."
     assert str(UsageError("Title.")) == "Title."
+    assert str(UsageError("Title.", "What a server says", "Run: x")) == "Title. What a server says. Run: x"
 
 
 def test_the_nearest_word_is_suggested_and_all_are_named():

@@ -149,13 +149,19 @@ def _answer(events: Iterator[Event], session: Session | RemoteSession, is_shown:
         from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
 
         events = hold_back(events, lambda: session.withdrawable)
-    for event in events:
-        if isinstance(event, Text) and is_shown:
-            write(event.text)
-        elif isinstance(event, Switched | Noted):
-            note(event.auto if isinstance(event, Switched) else event.text)
-        elif isinstance(event, Finished):
-            return event
+    text = "\n"
+    try:
+        for event in events:
+            if isinstance(event, Text) and is_shown:
+                write(text := event.text)
+            elif isinstance(event, Switched | Noted):
+                note(event.auto if isinstance(event, Switched) else event.text)
+            elif isinstance(event, Finished):
+                return event
+    except KvchatError:
+        if not text.endswith("\n"):
+            write("\n")  # what was written stays on a line of its own
+        raise
     raise AssertionError("an answer ends with Finished")
 
 

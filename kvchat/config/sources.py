@@ -110,8 +110,9 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     except OSError as error:
         raise files.unreadable(str(path), error) from None
     except tomli.TOMLDecodeError as error:
-        where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
-        raise UsageError(where, _excerpt(text.split("\n")[error.lineno - 1], error.colno - 1)) from None
+        excerpt = _excerpt(text.split("\n")[error.lineno - 1], error.colno - 1)
+        where = f"{name}:{error.lineno}: {error.msg}.\n  {path}{excerpt}"
+        raise UsageError(where) from None
     lines = text.split("\n")
     places = _places(lines, values)
     return SettingsSource(

@@ -282,7 +282,8 @@ class RemoteSession:
         model, server = self._model, self._server
         others = len(server.models) - 1
         notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
-        notes += [f"It has {count(others, 'more model')}: /model lists them."] if others > 0 else []
+        if others > 0:
+            notes.append(f"It has {count(others, 'more model')}: /model in a chat, or #NAME after the address.")
         if self._template_args and not self._takes_variables:
             unsent = ", ".join(self._template_args)
             notes.append(f"{server.kind} accepts no chat template variables: {unsent} is not sent.")
@@ -372,7 +373,7 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
     )
 
 
-AGAIN = "Once the server is back, /continue continues it and /regen starts it over; the conversation is saved."
+AGAIN = "Ask again once the server is back; in a chat /continue goes on where the answer broke off."
 
 
 def broken_off(address: Address, reason: str) -> EngineError:
@@ -393,11 +394,12 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
             return ContextFullError(
                 "The conversation is longer than the server's context.",
                 " ".join(filter(None, (said, ", ".join(counts) and f"({', '.join(counts)})"))),
-                "/new starts another one. Or shorten the question, or start the server with a larger context.",
+                "Shorten the question, start another conversation, or start the server with a larger context.",
             )
         case 429 | 503:
             return EngineError(f"{address.place} is busy.", said, "Ask again in a moment.")
-    return EngineError(f"{address.place} refused the question: HTTP {error.status_code}.", said, INSTEAD)
+    hint = "The messages of the server may say more."
+    return EngineError(f"{address.place} refused the question: HTTP {error.status_code}.", said, hint)
 
 
 COUNTS = {"n_prompt_tokens": "tokens asked", "n_ctx": "at most"}

@@ -268,7 +268,7 @@ def test_what_does_not_fit_exits_with_3(run, session):
     assert outcome.code == 3
     assert outcome.err == f"kvchat: {session.error}\n"
     session.error = EngineError("Broken.")
-    assert run("ask", "hello").code == 1
+    assert run("ask", "hello") == (1, "The quick\n", "kvchat: Broken.\n"), "what came stays on a line of its own"
 
 
 def test_an_unexpected_error_names_the_log_that_has_the_traceback(run, session):
