@@ -35,7 +35,7 @@ from kvchat.conversations.conversation import (
 from kvchat.errors import KvchatError, UsageError
 
 BUSY_S = 2.0  # what another application's write may take
-LOCKED = "locked"  # SQLite says so
+LOCKED, FULL = "locked", "full"  # SQLite says so
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
 MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
@@ -114,9 +114,9 @@ ASIDE = ".deleted"
 
 
 class StoreError(KvchatError):
-    """The conversations cannot be read or written; ``is_locked``: as long as another program writes."""
+    """The conversations cannot be read or written; ``is_passing``: while another program writes or the disk is full."""
 
-    is_locked = False
+    is_passing = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,11 +337,11 @@ class ConversationStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = _reason(error)
             refused = StoreError(
                 f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
             )
-            refused.is_locked = LOCKED in reason
+            refused.is_passing = LOCKED in reason or FULL in reason
             raise refused from error
 
 
@@ -386,6 +386,14 @@ def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
+def _reason(error: sqlite3.Error | OSError) -> str:
+    if isinstance(error, OSError):
+        return "the disk is full" if error.errno in files.FULL else error.strerror or str(error)
+    # For the file that all who have the database open share SQLite says that the disk fails; ours have no name.
+    is_full = getattr(error, "sqlite_errorname", "") == "SQLITE_IOERR_SHMSIZE"
+    return "the disk is full" if is_full else str(error)
+
+
 def _hint(reason: str) -> str:
     if "newer" in reason:
         return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
@@ -393,6 +401,8 @@ def _hint(reason: str) -> str:
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
     if "Not a directory" in reason:
         return "Set KVCHAT_DATA_DIR to a writable folder."
+    if FULL in reason:
+        return "Free some disk space."
     if LOCKED in reason:
         return "Another program is using it; kvchat will try again."
     return "Check free space and permissions there."

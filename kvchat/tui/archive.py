@@ -28,7 +28,7 @@ class Archive:
     """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
 
     ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only. One that another
-    program has locked is opened by the first ``save`` that finds it free. ``writes`` counts what was written.
+    program has locked, or on a full disk, is opened by the first ``save`` that can. ``writes`` counts what was written.
     """
 
     def __init__(self, path: Path | None, view: ChatView) -> None:
@@ -41,23 +41,23 @@ class Archive:
         self._saving = asyncio.Lock()
         self._is_closed = False
         self._problem: StoreError | None = None  # of the last save
-        self._locked: StoreError | None = None
+        self._waited: StoreError | None = None
 
     @property
     def problem(self) -> StoreError | None:
         """Why something that was said is not on disk; None where it is, or is to stay in memory."""
-        return (self._problem or self._locked) if any(one.changes() for one in self._unsaved) else None
+        return (self._problem or self._waited) if any(one.changes() for one in self._unsaved) else None
 
     async def open(self) -> bool:
         """Open the database; False where it cannot be used, which is shown: the conversations are kept in memory."""
         try:
             await self._run(self._use, self._path)
         except StoreError as error:
-            kept = "only in memory" if not error.is_locked else "in memory until then"
+            kept = "in memory until then" if error.is_passing else "only in memory"
             text = f"{error} This run keeps its conversations {kept}."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
-            if error.is_locked:
-                self._locked = error
+            if error.is_passing:
+                self._waited = error
             else:
                 await self._run(self._use, None)
             return False
@@ -66,7 +66,7 @@ class Archive:
     async def close(self) -> None:
         """Save what is not yet and close the database; nothing is saved afterwards.
 
-        One that is just being opened, or is locked, is waited for a last time.
+        One that is just being opened, or could not be yet, is waited for a last time.
         """
         async with self._saving:
             if self._is_closed:
@@ -87,11 +87,11 @@ class Archive:
         if conversation not in self._unsaved:
             self._unsaved.append(conversation)
         async with self._saving:
-            if self._locked is not None:
+            if self._waited is not None:
                 with suppress(StoreError):
                     await self._run(self._use, self._path, 0.0)
-                    self._locked = None
-                    text = "The database is free again: the conversations kept in memory are saved."
+                    self._waited = None
+                    text = "The database can be used again: the conversations kept in memory are saved."
                     self._view.toast(text, title="Conversations")
             await self._save_all()
 
@@ -154,7 +154,7 @@ class Archive:
 
     def _opened(self) -> ConversationStore:
         if self._store is None:
-            raise self._locked or StoreError("The conversations are not open yet.", hint="Try again in a moment.")
+            raise self._waited or StoreError("The conversations are not open yet.", hint="Try again in a moment.")
         return self._store
 
     async def _ask(self, work: Callable[[ConversationStore], T]) -> T:

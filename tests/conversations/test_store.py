@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.full_disk import full_disk
 from support.keeping import keep
 
 from kvchat.conversations import store as module
@@ -343,6 +344,13 @@ def test_a_full_disk_is_an_error_that_says_so(store):
     store._db.execute("PRAGMA max_page_count = 1000000")
     store.save(changes)
     assert store.load(made.id).last_text() == "x" * 2**20
+
+
+def test_a_database_that_a_full_disk_keeps_from_being_opened_says_so(path):
+    ConversationStore(path).close()
+    with full_disk(), pytest.raises(StoreError, match="disk is full"):
+        ConversationStore(path)
+    ConversationStore(path).close()
 
 
 def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypatch):

@@ -2,11 +2,11 @@
 
 import gzip
 import json
-import resource
 import stat
 from itertools import count
 
 import pytest
+from support.full_disk import full_disk
 
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.paths import bundled_recording
@@ -69,15 +69,11 @@ def test_a_recording_ends_where_it_is_long_enough_and_says_so(tmp_path, monkeypa
 def test_a_full_disk_ends_the_recording_behind_a_whole_event(tmp_path):
     recorder, told = Recorder(tmp_path / "full", "1", clock()), []
     recorder.report = told.append
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    try:
+    with full_disk():
         for _ in range(100):
             recorder.note(Text("word " * 5, 1))
         with pytest.raises(UsageError, match="cannot be written"):
             Recorder(tmp_path / "begun", "1" * 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert len(told) == 1
     assert read(tmp_path / "full")
     assert not (tmp_path / "begun").exists()

@@ -14,6 +14,7 @@ import pytest
 from support import start_app
 from support.environment import environ
 from support.fake_view import FakeView
+from support.full_disk import full_disk
 from support.lost_text import MOST_S, WORDS, Loss, loss
 from support.pty_run import PtyRun
 
@@ -125,7 +126,7 @@ async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive,
     assert len(view.toasts) == 1
     lock.execute("ROLLBACK")
     await archive.save(second)
-    assert "free again" in view.toasts[1]
+    assert "used again" in view.toasts[1]
     second.answer("also said", "eos")
     await archive.save(second)
     on_disk = ConversationStore(tmp_path / "chats.db")
@@ -144,6 +145,18 @@ async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, 
     await archive.close()
     on_disk = ConversationStore(tmp_path / "chats.db")
     assert on_disk.latest().title == "one"
+    on_disk.close()
+
+
+async def test_a_database_on_a_full_disk_takes_all_once_there_is_room(archive, view, tmp_path):
+    ConversationStore(tmp_path / "chats.db").close()
+    with full_disk():
+        await archive.open()
+        await archive.save(asked("one"))
+    assert "in memory until then" in view.toasts[0]
+    await archive.save(asked("two"))
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert {one.title for one in on_disk.recent()} == {"one", "two"}
     on_disk.close()
 
 

@@ -1,7 +1,6 @@
 """Packed weights of GGUF files are kept, and loaded in place of packing."""
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.full_disk import full_disk
 from support.gguf_files import write_model
 from support.progress import silent
 
@@ -130,12 +130,8 @@ def test_a_damaged_file_is_replaced_and_told(file, packed, damage):
 
 
 def test_a_full_disk_keeps_nothing_and_breaks_nothing(file):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    try:
+    with full_disk(2**20):
         assert load(file).weights == "int8"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(paths.packed_dir().iterdir()) == []
 
 

@@ -1,0 +1,18 @@
+"""A disk on which no file may grow, as one without room, beyond some bytes."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def full_disk(most: int = 1000) -> Iterator[None]:
+    """In the block no file of this process may become longer than ``most`` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
