@@ -263,7 +263,9 @@ class SpeculativeReference(FullReference):
             of_pages = asks @ coded(tiles.double(), bits, edge).flatten(0, 1).T
             of_pages -= variance.repeat_interleave(geometry.page, 1) / 2
             logits.append(of_pages.masked_fill(seen[head, :known] | (torch.arange(known) <= visible), -torch.inf))
-            means = self.run.values[layer][head, :known].double().view(-1, geometry.page, geometry.d_v).mean(1)
+            # As exactly as modes compute it: its last bit decides what lies halfway between two numbers of 16 bits.
+            pages = self.run.values[layer][head, :known].view(-1, geometry.page, geometry.d_v)
+            means = pages.mean(1, dtype=torch.float32)
             values.append(means.to(SIXTEEN[tiles.dtype]).double().repeat_interleave(geometry.page, 0))
         return torch.cat(logits), torch.stack(values)
 
