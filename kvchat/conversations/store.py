@@ -35,7 +35,7 @@ from kvchat.conversations.conversation import (
 from kvchat.errors import KvchatError, UsageError
 
 BUSY_S = 2.0  # what another application's write may take
-LOCKED, FULL = "locked", "full"  # SQLite says so
+LOCKED, FULL = "locked", "is full"  # SQLite says so
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
 MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
