@@ -77,7 +77,7 @@ class PlainChat:
         self._is_typed = is_typed
         self._settings = SettingsEditor(config, self.chat, None)
         self._left = asyncio.Event()
-        self._is_taking = False
+        self._is_taking = self._is_quit_armed = False
         self._exit_code: int | None = None
         self._own: Mapping[str, Callable[[str], Awaitable[None]]] = {
             "help": self._help,
@@ -131,7 +131,7 @@ class PlainChat:
             async for line, piped in self._given(reader):
                 if waits:
                     await self._until(self._is_through)
-                self._is_taking = True
+                self._is_taking, self._is_quit_armed = True, False
                 await self._take(line, piped, reader.is_pasted)
                 self._is_taking = False
                 self._lines.changed.set()
@@ -215,11 +215,14 @@ class PlainChat:
         await self._lines.changed.wait()
 
     def _interrupt(self) -> None:
-        """Stop the answer, else leave; an editor that has the terminal gets the key itself."""
+        """Stop the answer, else leave, a person when pressed twice; an editor that has the terminal gets the key."""
         if self._editor is not None:
             return
         if self.chat.state.phase.busy and not self.chat.replay.name:
             self.chat.stop()
+        elif self._is_typed and not self._is_quit_armed:
+            self._is_quit_armed = True
+            self._lines.line("Press Ctrl+C again to quit.")
         else:
             self._leave(0 if self._is_typed else INTERRUPTED)
 
