@@ -182,9 +182,8 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
         await until(lambda: question.message and answer.message)
-        await app.chat.add_question(
-            "next", queued=True
-        )  # it is not stored, and has no id yet, as an answer in progress
+        queued = await app.chat.add_question("next", queued=True)  # not stored, and without an id yet
+        await until(lambda: queued.region.height and transcript.is_vertical_scroll_end)
 
         def beside_the_messages():
             rows, top = [" "] * gutter.size.height, transcript.region.y
