@@ -1,1 +1,1 @@
-"""``kvchat serve``: kvchat's engine for other programs, by the API that OpenAI's clients speak. No torch here."""
+"""``kvchat serve``: kvchat's engine for other programs, over OpenAI's API; without torch."""

@@ -1,4 +1,4 @@
-"""The routes of the server, who is let in, and its figures for Prometheus."""
+"""The server's routes, its access control and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Tokenize, 
 from kvchat.serve.answers import Answer, Calls, timings
 from kvchat.serve.engine import Again, Ended, Engine, Job
 from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
-from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, TokenizeRequest
+from kvchat.serve.requests import AnswerRequest, ChatRequest, Defaults, TextRequest, TokenizeRequest
 from kvchat.units import size
 
-PING_S = 10.0  # without a byte some clients and proxies give up
+PING_S = 10.0  # some clients and proxies give up on a silent connection
 PING = ": ping\n\n"
 MAX_BODY_BYTES = 2**24
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-OPEN = ("/health",)  # also without the key
+OPEN = ("/health",)  # need no key
 B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Lets in who has the ``key``, and without one only who asks for a name of this machine, if ``is_local``.
+    """Requires the ``key``; without one an ``is_local`` server requires a ``Host`` that is a name of this machine.
 
-    A web page can send to a server on the person's own machine, and by a name of its own that leads there read what
-    comes back. So bodies have to be declared as JSON, which a page may not do unasked.
+    A web page can send requests to a server on its visitor's machine, and read the responses through a host name of
+    its own that resolves there. So bodies must be declared as JSON, which browsers let no page do without permission.
     """
 
     app: ASGIApp
@@ -57,9 +57,9 @@ class Guard:
     def _refusal(self, request: Request) -> Refusal | None:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if request.url.path not in OPEN and self.key:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            known = hmac.compare_digest(given.encode("latin-1"), self.key.encode())  # as it came, byte by byte
-            if scheme.lower() != "bearer" or not known:
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            matches = hmac.compare_digest(key.encode("latin-1"), self.key.encode())  # latin-1: the bytes that were sent
+            if scheme.lower() != "bearer" or not matches:
                 message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
                 return Refusal(401, message, "authentication_error", code="invalid_api_key")
         elif self.is_local and not self.key and host not in LOOPBACK:
@@ -70,8 +70,8 @@ class Guard:
         return None
 
 
-class Figures:
-    """What happened since the server was started, in Prometheus' form; names are like llama-server's."""
+class Metrics:
+    """The server's metrics since it was started, in Prometheus' format; most are named as in llama-server."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
@@ -79,14 +79,14 @@ class Figures:
         self._prompt = self._counter("prompt_tokens", "prompt tokens processed")
         self._cached = self._counter("prompt_tokens_cached", "prompt tokens reused from stored K/V")
         self._prompt_s = self._counter("prompt_seconds", "time spent processing prompts")
-        self._drawn = self._counter("tokens_predicted", "tokens generated")
-        self._drawn_s = self._counter("tokens_predicted_seconds", "time spent generating")
+        self._generated = self._counter("tokens_predicted", "tokens generated")
+        self._generated_s = self._counter("tokens_predicted_seconds", "time spent generating")
         self._recalled = self._counter("recalled_bytes", "K/V copied to the device by modes")
         self._first = Histogram("kvchat:time_to_first_token_seconds", "from the turn's start", registry=self._registry)
         self._gauge("requests_processing", "answers in progress", lambda: engine.working)
         self._gauge("requests_deferred", "requests waiting", lambda: engine.waiting)
         self._gauge("engine_restarts", "restarts of the engine after a crash", lambda: engine.restarts)
-        shown = {
+        gauges = {
             "kv_tokens": ("tokens stored of the current conversation", "total"),
             "kv_tokens_read": ("tokens that the last token attended to, mean over heads", "active"),
             "kv_device_bytes": ("K/V on the device", "kv_device_bytes"),
@@ -95,8 +95,8 @@ class Figures:
             "coverage": ("share of full attention on the tokens read, in the last answer", "coverage"),
             "process_bytes": ("memory of the engine's process", "process_bytes"),
         }
-        for name, (about, of) in shown.items():
-            self._gauge(name, about, lambda of=of: getattr(engine.snapshot, of, None) or 0)  # type: ignore[misc]
+        for name, (about, field) in gauges.items():
+            self._gauge(name, about, lambda f=field: getattr(engine.snapshot, f, None) or 0)  # type: ignore[misc]
 
     def _counter(self, name: str, about: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"kvchat:{name}", about, labels, registry=self._registry)
@@ -110,8 +110,8 @@ class Figures:
         self._cached.inc(times["cache_n"])
         self._prompt.inc(times["prompt_n"])
         self._prompt_s.inc(times["prompt_ms"] / 1000)
-        self._drawn.inc(times["predicted_n"])
-        self._drawn_s.inc(times["predicted_ms"] / 1000)
+        self._generated.inc(times["predicted_n"])
+        self._generated_s.inc(times["predicted_ms"] / 1000)
         self._recalled.inc(stats.recalled_bytes)
         if stats.ttft_s is not None:
             self._first.observe(stats.ttft_s)
@@ -121,16 +121,14 @@ class Figures:
 
 
 class Service:
-    """The routes."""
-
     def __init__(self, engine: Engine, defaults: Defaults) -> None:
         self._engine = engine
         self._defaults = defaults
-        self._figures = Figures(engine)
+        self._metrics = Metrics(engine)
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """All of them; clients differ in whether they write /v1."""
+        """Every route, those of OpenAI's API with and without /v1: clients differ."""
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -151,7 +149,7 @@ class Service:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._figures.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -164,22 +162,21 @@ class Service:
         return await self._answer(request, await parsed(request, ChatRequest), is_chat=True)
 
     async def complete(self, request: Request) -> Response:
-        """Go on with a text as it is."""
+        """Continue a text without the chat template."""
         return await self._answer(request, await parsed(request, TextRequest), is_chat=False)
 
     async def input_tokens(self, request: Request) -> Response:
-        asked = await parsed(request, ChatRequest)
-        self._check_model(asked.model)
-        args = asked.template_args(self._engine.load, self._loaded())
-        told = await self._tokenized(request, Tokenize(asked.turns(self._defaults), args))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(told.ids)})
+        body = await parsed(request, ChatRequest)
+        self._check_model(body.model)
+        args = body.template_args(self._engine.load, self._loaded())
+        ids = await self._token_ids(request, Tokenize(body.turns(self._defaults), args))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text, or of messages, as the model is given them."""
-        asked = await parsed(request, TokenizeRequest)
-        command = Tokenize(asked.turns(self._defaults), self._engine.load.template_args)
-        told = await self._tokenized(request, command)
-        return JSONResponse({"tokens": told.ids, "count": len(told.ids), "n_ctx": self._loaded().context})
+        """The token ids of a text, or of messages rendered by the chat template."""
+        body = await parsed(request, TokenizeRequest)
+        ids = await self._token_ids(request, Tokenize(body.turns(self._defaults), self._engine.load.template_args))
+        return JSONResponse({"tokens": ids, "count": len(ids), "n_ctx": self._loaded().context})
 
     def _loaded(self) -> Loaded:
         if self._engine.loaded is None:
@@ -188,8 +185,8 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         loaded, snapshot = self._loaded(), self._engine.snapshot
-        # Open WebUI looks here before it adds dozens of tools and pictures to a chat, and asks for the usage
-        offered = {"builtin_tools": bool(loaded.calls), "vision": False, "usage": True}
+        # Open WebUI decides by these whether it adds dozens of tools and pictures to a chat and asks for the usage.
+        capabilities = {"builtin_tools": bool(loaded.calls), "vision": False, "usage": True}
         return {
             "id": loaded.model,
             "object": "model",
@@ -202,69 +199,69 @@ class Service:
                 "size": snapshot.weight_bytes if snapshot else None,
             },
             "kvchat": {"mode": loaded.mode, "params": loaded.params, "template_variables": loaded.template_variables},
-            "info": {"meta": {"capabilities": offered}},
+            "info": {"meta": {"capabilities": capabilities}},
         }
 
     def _check_model(self, name: str | None) -> None:
-        known = self._loaded().model
-        if name is not None and name not in (known, self._engine.load.model):
-            message = f'There is no model "{name[:100]}" here, only "{known}".'
+        loaded = self._loaded().model
+        if name is not None and name not in (loaded, self._engine.load.model):
+            message = f'There is no model "{name[:100]}" here, only "{loaded}".'
             raise Refusal(404, message, "invalid_request_error", "model", "model_not_found")
 
-    async def _tokenized(self, request: Request, command: Tokenize) -> Tokenized:
+    async def _token_ids(self, request: Request, command: Tokenize) -> Sequence[int]:
         async with self._submitted(request, command, can_wait=True) as job:
             ended = await job.events.get()
         assert isinstance(ended, Ended)
         if ended.refusal:
             raise ended.refusal
         assert isinstance(ended.last, Tokenized)
-        return ended.last
+        return ended.last.ids
 
-    async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
+    async def _answer(self, request: Request, body: AnswerRequest, is_chat: bool) -> Response:
         loaded = self._loaded()
-        self._check_model(asked.model)
+        self._check_model(body.model)
         command = Chat(
-            asked.turns(self._defaults),
-            asked.sampling(self._defaults, loaded.context),
+            body.turns(self._defaults),
+            body.sampling(self._defaults, loaded.context),
             conversation=None,
-            variant=asked.kvchat.variant(self._engine.load.mode),
-            template_args=asked.template_args(self._engine.load, loaded),
+            variant=body.kvchat.variant(self._engine.load.mode),
+            template_args=body.template_args(self._engine.load, loaded),
             is_final=True,
-            json_schema=asked.json_schema(),
-            top_logprobs=asked.scored(),
+            json_schema=body.json_schema(),
+            top_logprobs=body.num_scored(),
         )
-        tools = asked.called_tools()  # the parser is imported, which takes a second
-        calls = await asyncio.to_thread(Calls, loaded.calls, tools) if tools else None
-        answer = Answer(loaded.model, is_chat, asked.streams_usage, calls)
-        async with self._submitted(request, command, can_wait=not asked.stream) as job:
+        tools = body.offered_tools()
+        calls = await asyncio.to_thread(Calls, loaded.calls, tools) if tools else None  # importing it takes a second
+        answer = Answer(loaded.model, is_chat, body.streams_usage, calls)
+        async with self._submitted(request, command, can_wait=not body.stream) as job:
             event: Any = None
-            begins = time.monotonic() + PING_S  # what is refused until then has a status of its own
-            while not (asked.stream and (isinstance(event, Started) or time.monotonic() >= begins)):
-                event = await (_next(job, begins - time.monotonic()) if asked.stream else job.events.get())
+            stream_at = time.monotonic() + PING_S  # until then a refusal can still have its own HTTP status
+            while not (body.stream and (isinstance(event, Started) or time.monotonic() >= stream_at)):
+                event = await (_next(job, stream_at - time.monotonic()) if body.stream else job.events.get())
                 if isinstance(event, Ended):
                     return JSONResponse(answer.whole(*self._noted(event)))
                 if isinstance(event, Again):
-                    answer = Answer(loaded.model, is_chat, asked.streams_usage, calls)
+                    answer = Answer(loaded.model, is_chat, body.streams_usage, calls)
                 elif event:
                     answer.feed(event)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        left = BackgroundTask(self._leave, job)  # a client may be gone before the first piece
+        leave = BackgroundTask(self._abandon, job)  # a client may leave before the first piece
         pieces = self._pieces(job, answer, is_waiting=not isinstance(event, Started))
-        return StreamingResponse(pieces, 200, headers, "text/event-stream", left)
+        return StreamingResponse(pieces, 200, headers, "text/event-stream", leave)
 
-    async def _leave(self, job: Job) -> None:
-        self._engine.leave(job)
+    async def _abandon(self, job: Job) -> None:
+        self._engine.abandon(job)
 
     async def _pieces(self, job: Job, answer: Answer, is_waiting: bool) -> AsyncIterator[str]:
-        """The stream of an answer, which may be ``is_waiting`` for its turn; it ends when the client leaves."""
+        """The stream of an answer, which may still be ``is_waiting`` for its turn; the job ends with it."""
         try:
             if is_waiting:
                 yield PING
             for piece in answer.begin():
                 yield framed(piece)
-            sent = time.monotonic()
+            sent_at = time.monotonic()
             while True:
-                event = await _next(job, sent + PING_S - time.monotonic())
+                event = await _next(job, sent_at + PING_S - time.monotonic())
                 if isinstance(event, Ended):
                     for piece in answer.end(*self._noted(event)):
                         yield framed(piece)
@@ -274,44 +271,44 @@ class Service:
                     answer.feed(event)
                     for piece in answer.more():
                         yield framed(piece)
-                        sent = time.monotonic()
-                if time.monotonic() - sent >= PING_S:
+                        sent_at = time.monotonic()
+                if time.monotonic() - sent_at >= PING_S:
                     yield PING
-                    sent = time.monotonic()
+                    sent_at = time.monotonic()
         except Refusal as refusal:
             yield framed(refusal.body)
         finally:
-            self._engine.leave(job)
+            self._engine.abandon(job)
 
     def _noted(self, ended: Ended) -> tuple[Finished, Any]:
         if ended.refusal:
             raise ended.refusal
         assert isinstance(ended.last, Finished)
-        self._figures.note(ended.last)
+        self._metrics.note(ended.last)
         return ended.last, ended.snapshot
 
     @asynccontextmanager
     async def _submitted(self, request: Request, command: Chat | Tokenize, can_wait: bool) -> AsyncIterator[Job]:
-        """A job that is given up when the client leaves during the block, or the block fails."""
+        """Submit a job; it is abandoned if the client leaves during the block, or the block fails."""
         job = self._engine.submit(command, can_wait)
-        left = asyncio.create_task(_left(request))
-        left.add_done_callback(lambda task: None if task.cancelled() else self._engine.leave(job))
+        disconnect = asyncio.create_task(_disconnected(request))
+        disconnect.add_done_callback(lambda task: None if task.cancelled() else self._engine.abandon(job))
         try:
             yield job
         except BaseException:
-            self._engine.leave(job)
+            self._engine.abandon(job)
             raise
         finally:
-            left.cancel()
+            disconnect.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _next(job: Job, seconds: float) -> Any:
-    """The next event, None after so many seconds."""
+    """The next event; None if none comes within ``seconds``."""
     try:
         return await asyncio.wait_for(job.events.get(), max(seconds, 0.01))
     except TimeoutError:
@@ -323,10 +320,10 @@ def framed(piece: dict[str, Any]) -> str:
 
 
 async def parsed(request: Request, kind: type[B]) -> B:
-    """The body of a request.
+    """The body of a request as a ``kind``.
 
     Raises:
-        Refusal: it is too long, or not of this kind.
+        Refusal: it is too long or invalid.
     """
     body = bytearray()
     async for piece in request.stream():
@@ -346,7 +343,7 @@ def application(
     is_local: bool = True,
     origins: Sequence[str] = (),
 ) -> Starlette:
-    """The server's application; web pages of ``origins`` may ask it."""
+    """The server's application; web pages of ``origins`` may use it."""
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     guard = Middleware(Guard, key=key, is_local=is_local)
     handlers: dict[Any, Any] = {

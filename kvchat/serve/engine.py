@@ -1,7 +1,7 @@
-"""The engine behind the server, in a process of its own, and the requests that wait for it in order.
+"""The engine behind the server, in a process of its own, and the queue of requests for it.
 
-The child is the one that the application has: if it dies the server goes on, says so and starts another, which reads
-again what was not saved. A client that leaves gives up its place, or its answer after the current token.
+The application starts the same child process. If it dies the server says so and starts another, which processes again
+what was not saved. If a client disconnects, its request leaves the queue, or its answer ends after the current token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvchat.protocol.figures import Snapshot
 from kvchat.serve.refusals import Refusal, invalid, unavailable
 from kvchat.units import count, size
 
-OF_REQUESTS = {
+REQUEST_ERRORS = {
     error.__name__
     for error in (errors.UsageError, errors.TooMuchPinnedError, errors.DoesNotFitError, errors.ContextFullError)
 }
@@ -27,7 +27,7 @@ OF_REQUESTS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event of a job: a ``refusal``, or ``last``, with the figures after it."""
+    """The last event of a job: a ``refusal``, or the engine's ``last`` event and the figures after it."""
 
     last: messages.Finished | messages.Tokenized | None = None
     snapshot: Snapshot | None = None
@@ -35,14 +35,14 @@ class Ended:
 
 
 class Again:
-    """What came of an answer so far is void: it was interrupted, and is begun anew."""
+    """The answer was interrupted and begins again: discard its events so far."""
 
 
 @dataclass
 class Job:
-    """Something that a client wants of the engine; ``events`` end with ``Ended``, and begin anew with ``Again``.
+    """A command for the engine; ``events`` end with ``Ended``, and begin again after ``Again``.
 
-    What ``can_wait`` nobody reads before it is whole: it lets others go first, and is interrupted for them once.
+    A job that ``can_wait`` (nobody reads its answer as it comes) lets others go first and is interrupted for them once.
     """
 
     command: messages.Chat | messages.Tokenize
@@ -54,10 +54,13 @@ class Job:
 
 @dataclass(eq=False)
 class Engine:
-    """Does one job after the other; ``limit`` of them may wait.
+    """Does one job at a time; up to ``limit`` wait.
 
-    ``loaded`` is None until the model is ready, ``snapshot`` are the latest figures. ``show`` is told the stages of
-    loading, "" at their end, and ``say`` what a person should know.
+    Attributes:
+        show: called with each stage of loading, and with "" after the last.
+        say: called with messages for the person who runs the server.
+        loaded: None until the model is ready.
+        snapshot: the latest figures.
     """
 
     load: messages.Load
@@ -75,7 +78,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
         self._last: messages.Finished | messages.Failed | messages.Tokenized | None = None
-        self._is_interrupted = False  # the job, for one that cannot wait
+        self._is_interrupted = False  # the job was stopped for one that cannot wait
         self._is_closing = False
 
     @property
@@ -87,10 +90,10 @@ class Engine:
         return int(self._job is not None)
 
     async def run(self) -> None:
-        """Load the model and do what is submitted, until ``close``.
+        """Load the model and do the submitted jobs, until ``close``.
 
         Raises:
-            EngineError: the child cannot be started; or it ended, or the model was refused, while loading.
+            EngineError: the child cannot be started, ended while it loaded the model, or refused it.
         """
         await self._client.start()
         self._client.send(self.load)
@@ -102,12 +105,12 @@ class Engine:
                     self._take(report)
 
     def submit(self, command: messages.Chat | messages.Tokenize, can_wait: bool = False) -> Job:
-        """Let ``command`` be done when its turn comes.
+        """Queue ``command``, behind the jobs that cannot wait and, if it can wait, behind all.
 
-        Front ends ask for a title before the answer that a person waits for, and for suggestions when it is there.
+        Front ends request a title before the answer that a person waits for, and suggestions after it.
 
         Raises:
-            Refusal: the model is not ready, or too many wait.
+            Refusal: the model is not ready, the queue is full, or the server is shutting down.
         """
         if self._is_closing:
             raise unavailable("The server is shutting down.")
@@ -122,8 +125,8 @@ class Engine:
         self._begin()
         return job
 
-    def leave(self, job: Job) -> None:
-        """Give up a job that nobody waits for any more; nothing happens to one that is over."""
+    def abandon(self, job: Job) -> None:
+        """Remove a waiting job or stop the current one; one that has ended stays as it is."""
         if job in self._waiting:
             self._waiting.remove(job)
             job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
@@ -131,13 +134,13 @@ class Engine:
             self._is_interrupted = job.can_wait = False
             self._client.send(messages.Stop())
 
-    def close_door(self) -> None:
-        """Refuse what waits and what comes, and end the answer in progress."""
+    def begin_shutdown(self) -> None:
+        """Refuse waiting and new jobs, and stop the current one."""
         self._is_closing = True
         while self._waiting:
             self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The server is shutting down.")))
         if self._job:
-            self.leave(self._job)
+            self.abandon(self._job)
 
     async def close(self) -> None:
         await self._client.close()
@@ -166,13 +169,13 @@ class Engine:
                     self.say(note)
             case messages.Noted(text):
                 self.say(text)
-            case messages.Peeked():  # whatever the last command led to has been told
+            case messages.Peeked():  # the answer to ``Peek``: every report of the last command has arrived
                 self._end(self._ended())
             case messages.Failed() if self.loaded is None:
                 self.show("")
                 raise _error(report)
             case messages.Failed() if self._job is None or self._last:
-                self.say(str(_error(report)))  # an answer was given, and what came after it failed
+                self.say(str(_error(report)))  # work after an answer failed, such as saving it
             case messages.Finished() | messages.Failed() | messages.Tokenized():
                 self._last = report
                 self._client.send(messages.Peek(0, 0))
@@ -202,9 +205,9 @@ class Engine:
         message = str(_error(last))
         if last.tokens:
             kind, code = "exceed_context_size_error", "context_length_exceeded"
-            told = f"{last.title} {last.detail}"  # the hint names commands of the chat
-            return Ended(refusal=Refusal(400, told, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
-        if last.kind in OF_REQUESTS:
+            message = f"{last.title} {last.detail}"  # the hint names commands of the chat
+            return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
+        if last.kind in REQUEST_ERRORS:
             return Ended(refusal=invalid(message))
         if last.kind == errors.OutOfMemoryError.__name__:
             return Ended(refusal=unavailable(message))
@@ -214,11 +217,11 @@ class Engine:
         """Start another child.
 
         Raises:
-            EngineError: the one before ended while it loaded the model; so would the next.
+            EngineError: the last one ended while it loaded the model, as the next one would.
         """
         why = "Memory may have run out." if crashed.lacked_memory else ""
-        told = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
-        error = errors.EngineError(f"The engine stopped: {crashed.how}.", why, told)
+        log = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
+        error = errors.EngineError(f"The engine stopped: {crashed.how}.", why, log)
         if self.loaded is None:
             raise error
         self.loaded = self.snapshot = None
@@ -232,12 +235,12 @@ class Engine:
 
 
 def ready(loaded: messages.Loaded) -> str:
-    runs = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
-    return f"Ready: {runs}, {loaded.context:,} tokens of context."
+    model = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
+    return f"Ready: {model}, {loaded.context:,} tokens of context."
 
 
 def parked(loaded: messages.Loaded, load: messages.Load) -> Iterator[str]:
-    """How many tokens of other talks stay in host memory, if any."""
+    """A note of how many tokens of other conversations stay in RAM, if any do."""
     room = load.keeping.parked_bytes if load.gpus == 1 or load.split == "layers" else 0
     if room and loaded.kv_bytes_per_token:
         tokens = room // loaded.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer: a status and ``{"error": {message, type, param, code}}``."""
+"""Responses to requests that get no answer: a status and ``{"error": {message, type, param, code}}``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """When to ask again, and how to be let in."""
+        """When to try again, or how to authenticate."""
         by_status = {503: {"Retry-After": str(RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}
         return by_status.get(self.status, {})
 
@@ -41,7 +41,7 @@ def unavailable(message: str) -> Refusal:
 
 
 def of_body(error: ValidationError) -> Refusal:
-    """The refusal of a body, by the first thing that is wrong with it."""
+    """The refusal of a body, for the first error in it."""
     details = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(map(str, details["loc"])).replace("max_new_tokens", "max_tokens") or None
     if details["type"] == "extra_forbidden":

@@ -1,7 +1,7 @@
-"""The bodies that clients send: checked, and as what the engine is asked.
+"""Request bodies: validated and converted for the engine.
 
-Nothing is accepted and ignored: a field that would change the answer and that kvchat does not have is refused, unless
-its value asks for nothing.
+No field is silently ignored: one that kvchat does not support and that would change the answer is refused, unless its
+value asks for nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn,
 from kvchat.serve.refusals import invalid, of_body
 from kvchat.thoughts import TAGS, end_of
 
-UNLIMITED = -1  # tokens, as LM Studio's clients ask
+UNLIMITED = -1  # tokens, as LM Studio's clients send it
 NO_FUNCTIONS = "this form is outdated; use tools"
 NO_CALLS = (
     "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
@@ -39,7 +39,7 @@ NO_FORCE = "the model decides whether to call a tool"
 
 
 def only(*accepted: Any, reason: str) -> AfterValidator:
-    """A field that only some values of are accepted, those that ask for nothing; and why no other is."""
+    """A validator that rejects, with ``reason``, a value other than None and the ``accepted`` ones."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in accepted:
@@ -73,9 +73,9 @@ def _only(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request leaves open: how tokens are drawn, and the system prompt of messages without one.
+    """The server's sampling, and its ``system`` prompt for messages without one; a request may override both.
 
-    ``is_limited``: answers are at most as long as ``sampling`` says; else as the request's kind is.
+    The length in ``sampling`` counts if ``is_limited``, otherwise the kind of request sets it.
     """
 
     sampling: Sampling = Sampling()
@@ -90,29 +90,27 @@ class Body(BaseModel):
 class CalledFunction(Body):
     name: str
     arguments: str
-    parsed_arguments: Any = None  # this, ``index`` and ``parsed`` are what OpenAI's client adds to what it was answered
+    parsed_arguments: Any = None  # OpenAI's client adds this, ``index`` and ``parsed`` to the messages it sends back
 
 
 class ToolCall(Body):
-    """What the model called; a template is given its arguments as an object, if they are one."""
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
-    def given(self) -> dict[str, Any]:
-        """The call for the template."""
+    def for_template(self) -> dict[str, Any]:
+        """The call, with its arguments as an object if they are a JSON object."""
         try:
-            arguments = json.loads(self.function.arguments)
+            parsed = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
-            arguments = None
-        known = arguments if isinstance(arguments, dict) else self.function.arguments
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": known}}
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Function(Body):
-    """What a tool does; what it takes is for the model to read."""
+    """The description of a tool, which only the model reads."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -142,10 +140,10 @@ class Message(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_say_enough(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("content") is None and given.get("tool_calls"):
-            return {**given, "content": ""}
-        return given
+    def _calls_need_no_content(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("content") is None and fields.get("tool_calls"):
+            return {**fields, "content": ""}
+        return fields
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
@@ -158,9 +156,10 @@ class Message(Body):
         return self
 
     def turn(self) -> Turn:
-        """The message for the engine; a thought stands before what was said, as the model wrote it."""
+        """The message for the engine; its thought comes before its content, in tags as a model writes them."""
         thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
-        more: dict[str, Any] = {"tool_calls": [one.given() for one in self.tool_calls]} if self.tool_calls else {}
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
         if self.tool_call_id is not None:
             more |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
         role = "system" if self.role == "developer" else self.role
@@ -168,17 +167,17 @@ class Message(Body):
 
 
 class KvchatFields(Body):
-    """kvchat's own: the mode that a request is answered in, by default that of the server."""
+    """kvchat's own fields: the mode that answers the request, by default the server's."""
 
     mode: str | None = None
     budget: int | None = None
     params: dict[str, Any] = Field(default_factory=dict)
 
     def variant(self, default: str) -> Variant:
-        """The mode, whose parameters are checked.
+        """The mode and its parameters.
 
         Raises:
-            Refusal: an unknown mode or parameter, a value out of range, or the budget twice.
+            Refusal: the mode or a parameter is unknown, a value is out of range, or the budget is given twice.
         """
         mode = self.mode or default
         if self.budget is not None and "budget" in self.params:
@@ -199,7 +198,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer is held to: nothing, a JSON object, or JSON that fits a schema."""
+    """The constraint on an answer: none, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -210,8 +209,8 @@ class ResponseFormat(Body):
             raise ValueError("json_schema and the type of that name go together")
         return self
 
-    def text(self) -> str:
-        """The schema for the engine, "" for none."""
+    def schema_text(self) -> str:
+        """The JSON schema for the engine, "" for none."""
         objects = {"text": "", "json_object": '{"type": "object"}'}
         return json.dumps(self.json_schema.schema_) if self.json_schema else objects[self.type]
 
@@ -221,13 +220,10 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class Asked(Body):
-    """What both kinds of requests have.
+class AnswerRequest(Body):
+    """The fields that requests for a chat and for a text share."""
 
-    An answer has at most ``MOST`` tokens where no length was asked for, None: as many as the context.
-    """
-
-    MOST: ClassVar[int | None] = None
+    DEFAULT_TOKENS: ClassVar[int | None] = None  # of an answer whose request gives no length; None: the context
 
     model: str | None = None
     stream: bool | None = None
@@ -245,7 +241,7 @@ class Asked(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[Any, only({}, reason="kvchat has no logit bias")] = None
-    # For bookkeeping: these change no answer.
+    # Bookkeeping; these cannot change the answer.
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -254,7 +250,7 @@ class Asked(Body):
 
     @property
     def streams_usage(self) -> bool:
-        """True if the stream is to end with the number of tokens."""
+        """True if a stream should end with the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
@@ -262,44 +258,44 @@ class Asked(Body):
         raise NotImplementedError
 
     def json_schema(self) -> str:
-        """What the answer is held to, "" for nothing."""
+        """The schema that the answer must fit, "" for none."""
         return ""
 
-    def scored(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None if no probability is."""
+    def num_scored(self) -> int | None:
+        """How many of the likeliest tokens each token's probability comes with; None for no probabilities."""
         raise NotImplementedError
 
-    def called_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
         return []
 
-    def most_tokens(self) -> int | None:
-        """The largest length of the answer that was asked for."""
+    def max_answer(self) -> int | None:
+        """The requested limit of the answer in tokens; None if the request gives none."""
         return self.max_tokens
 
     def sampling(self, defaults: Defaults, context: int) -> Sampling:
-        """The way tokens are drawn: that of the server, and what was asked for.
+        """The server's sampling with the request's fields.
 
         Raises:
             Refusal: a value is out of range.
         """
-        asked = self.most_tokens()
-        most = self.MOST or context
+        limit = self.max_answer()
+        most = self.DEFAULT_TOKENS or context
         default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
         values = vars(default) | self.model_dump(include=set(SamplingSettings.model_fields), exclude_none=True)
-        if asked is not None:
-            values["max_new_tokens"] = context if asked == UNLIMITED else asked
+        if limit is not None:
+            values["max_new_tokens"] = context if limit == UNLIMITED else limit
         try:
             return SamplingSettings.model_validate(values).sampling()
         except ValidationError as error:
             raise of_body(error) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """The variables of the chat template: those of the server, in a chat also what was asked for."""
+        """Variables for the chat template, as ``name=JSON``: the server's, in a chat also the request's."""
         return load.template_args
 
 
-class ChatRequest(Asked):
+class ChatRequest(AnswerRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -320,48 +316,47 @@ class ChatRequest(Asked):
     store: Annotated[Any, only(False, reason="kvchat does not store answers")] = None
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
-        if self.called_tools() and self.json_schema():
+        if self.offered_tools() and self.json_schema():
             raise ValueError("an answer constrained to JSON cannot call tools: omit tools or response_format")
         return self
 
-    def scored(self) -> int | None:
+    def num_scored(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def called_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else [one.model_dump(exclude_unset=True) for one in self.tools or ()]
+    def offered_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     def json_schema(self) -> str:
-        return self.response_format.text() if self.response_format else ""
+        return self.response_format.schema_text() if self.response_format else ""
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         return _turns(self.messages, defaults)
 
-    def most_tokens(self) -> int | None:
+    def max_answer(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """Those of the server, and what was asked for.
+        """The server's and the request's variables.
 
         Raises:
-            Refusal: the template does not look at a variable, or knows no tools.
+            Refusal: the template does not use a variable, or has no tools.
         """
-        given = dict(self.chat_template_kwargs or {})
-        tools = self.called_tools()
+        own = dict(self.chat_template_kwargs or {})
+        tools = self.offered_tools()
         if not loaded.calls and (tools or any(message.tool_calls or message.tool_call_id for message in self.messages)):
             raise invalid(NO_CALLS, "tools" if tools else "messages")
         if self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
-        known = loaded.template_variables
-        for name in given:
-            if name not in known:
-                others = ", ".join(known) or "none"
-                raise invalid(f"The model's chat template does not use {name}, only {others}.", name)
-        kept = [text for text in load.template_args if text.partition("=")[0] not in given]
-        given |= {"tools": tools} if tools else {}
-        args = (*kept, *(f"{name}={json.dumps(value)}" for name, value in given.items()))
+            own["reasoning_effort"] = self.reasoning_effort
+        used = loaded.template_variables
+        for name in own:
+            if name not in used:
+                raise invalid(f"The model's chat template does not use {name}, only {', '.join(used) or 'none'}.", name)
+        others = [text for text in load.template_args if text.partition("=")[0] not in own]
+        own |= {"tools": tools} if tools else {}
+        args = (*others, *(f"{name}={json.dumps(value)}" for name, value in own.items()))
         try:
             parse_args(args)
         except UsageError as error:
@@ -369,8 +364,8 @@ class ChatRequest(Asked):
         return args
 
 
-class TextRequest(Asked):
-    MOST = 16  # as OpenAI has it: a text need not come to an end
+class TextRequest(AnswerRequest):
+    DEFAULT_TOKENS = 16  # as in OpenAI's API: a text may never end by itself
 
     prompt: Annotated[str, BeforeValidator(_only)]
     best_of: Annotated[Any, only(1, reason="only one answer is generated")] = None
@@ -378,7 +373,7 @@ class TextRequest(Asked):
     suffix: Annotated[Any, only("", reason="put the model's own fill-in-the-middle tokens in the prompt")] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    def scored(self) -> int | None:
+    def num_scored(self) -> int | None:
         return self.logprobs
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
@@ -386,16 +381,16 @@ class TextRequest(Asked):
 
 
 class TokenizeRequest(Body):
-    """The text, or the messages, whose tokens are asked for."""
+    """A text, or messages, to tokenize."""
 
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
-        """What is to be tokenized.
+        """The prompt for the engine.
 
         Raises:
-            Refusal: both, or neither.
+            Refusal: both are given, or neither.
         """
         if (self.content is None) == (self.messages is None):
             raise invalid("Send either content (text) or messages.")

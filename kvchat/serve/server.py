@@ -1,4 +1,4 @@
-"""The server's process: an address, the engine's child, and an end by Ctrl+C."""
+"""The server's process: listens, runs the engine in a child and ends by Ctrl+C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvchat.serve.engine import Engine
 from kvchat.serve.requests import Defaults
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LAST_ANSWERS_S = 5  # what the end may wait for answers in progress
+LAST_ANSWERS_S = 5  # seconds that shutting down waits for answers in progress
 
 
 def serve(
@@ -34,20 +34,20 @@ def serve(
     show: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer requests at ``address`` until a signal ends it; ``queue`` may wait. ``show`` and ``say`` as ``Engine``.
+    """Answer requests at ``address`` until a signal; up to ``queue`` wait. ``show`` and ``say`` as in ``Engine``.
 
     Raises:
         UsageError: the address cannot be used; EngineError: the model cannot be loaded.
     """
-    listening = _listen(*address)
+    listener = _listen(*address)
     engine = Engine(load, log_file, queue, show, say, ENGINE)
     is_local = address[0] in LOCAL
     app = application(engine, defaults, key, is_local, origins)
-    host, port = listening.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C stops it")
     if not (is_local or key):
         say("Anyone who can reach this address can use it: require a key with --api-key KEY or KVCHAT_API_KEY.")
-    quiet = uvicorn.Config(
+    config = uvicorn.Config(
         app,
         log_level="error",
         access_log=False,
@@ -55,12 +55,12 @@ def serve(
         timeout_graceful_shutdown=LAST_ANSWERS_S,
         server_header=False,
     )
-    asyncio.run(_serve(engine, quiet, listening))
+    asyncio.run(_serve(engine, config, listener))
 
 
-async def _serve(engine: Engine, config: uvicorn.Config, listening: socket.socket) -> None:
+async def _serve(engine: Engine, config: uvicorn.Config, listener: socket.socket) -> None:
     server = Server(config, engine)
-    working, serving = asyncio.create_task(engine.run()), asyncio.create_task(server.serve([listening]))
+    working, serving = asyncio.create_task(engine.run()), asyncio.create_task(server.serve([listener]))
     try:
         await asyncio.wait((working, serving), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -73,7 +73,7 @@ async def _serve(engine: Engine, config: uvicorn.Config, listening: socket.socke
 
 
 class Server(uvicorn.Server):
-    """Ends by SIGINT or SIGTERM, the answer in progress with it; a second SIGINT does not wait."""
+    """Ends on SIGINT or SIGTERM and stops the answer in progress; a second SIGINT ends it without waiting."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
@@ -82,18 +82,17 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take signals, and raise them no more at the end: they were obeyed."""
-        taken = (signal.SIGINT, signal.SIGTERM)
-        before = {each: signal.signal(each, self.handle_exit) for each in taken}
+        """Handle signals; unlike uvicorn's own, raise none again at the end."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        self._loop.call_soon_threadsafe(self._engine.close_door)
+        self._loop.call_soon_threadsafe(self._engine.begin_shutdown)
 
 
 def _listen(host: str, port: int) -> socket.socket:

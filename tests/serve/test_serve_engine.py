@@ -89,7 +89,7 @@ def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client
         title = engine.submit(asked("title"), can_wait=True)
         engine.submit(asked("shown"))
         if reason == "stopped":
-            engine.leave(title)
+            engine.abandon(title)
         end(engine, reason)
         end(engine, "eos")
         assert drain(title) == [Ended]
