@@ -21,7 +21,7 @@ from transformers.utils import chat_template_utils
 from kvchat import units
 from kvchat.files import unmarked
 from kvchat.process import resident_bytes
-from kvchat.protocol.messages import GIVEN
+from kvchat.protocol.messages import RESERVED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class ChatTemplate:
     @property
     def variables(self) -> tuple[str, ...]:
         """The names of the variables that the template looks at, but for those that every template is given."""
-        return tuple(sorted(self._names - GIVEN - {TOOLS}))
+        return tuple(sorted(self._names - RESERVED - {TOOLS}))
 
     @property
     def calls(self) -> str:

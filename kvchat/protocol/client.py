@@ -1,8 +1,8 @@
-"""The engine's child process as the application and the server see it: commands go in, coalesced events come out.
+"""The client of the engine's child process, for the application and the server: sends commands, merges events.
 
-The child is started with asyncio's own subprocess (multiprocessing crashes inside Textual, which redirects the
-standard streams). Its stderr goes to a log file so that no C library paints over the screen. It ends when its stdin
-closes, so it cannot outlive the application.
+It uses asyncio's subprocesses because multiprocessing crashes inside Textual, which redirects the standard streams. The
+child's stderr goes to a log file so that no C library paints over the screen. It ends when its stdin closes, so it
+cannot outlive the application.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ENGINE = process.python("-m", "kvchat.engine", str(os.getpid()))
 GRACE_S = 3.0
 TAIL_LINES = 6
 KILLED = 9
-DUMP = "Fatal Python error"  # Python's fault handler: stacks and modules follow, the reason stands before
+DUMP = "Fatal Python error"  # from Python's fault handler: the reason is above it, stacks and modules are below
 NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|[Cc]annot allocate memory|MemoryError")
-LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # of which only the latest counts
+LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # the latest replaces earlier ones
 
 
 @dataclass(frozen=True)
 class Crashed:
-    """The child ended unasked; ``code`` is negative for a signal, ``log`` are its last lines."""
+    """The child ended by itself; ``code`` is negative for a signal, ``log`` has the last lines of its stderr."""
 
     code: int
     log: tuple[str, ...]
@@ -54,7 +54,7 @@ class Crashed:
 
     @property
     def lacked_memory(self) -> bool:
-        """True if missing memory may have ended the process: the system kills a program then, some libraries abort."""
+        """True if the process may have run out of memory: then the system kills it, or a library aborts it."""
         return self.code == -KILLED or any(map(NO_MEMORY.search, self.log))
 
 
@@ -62,9 +62,9 @@ Report = messages.Event | Crashed
 
 
 class EngineClient:
-    """One child at a time. ``recorder`` notes what it reports.
+    """Runs one child at a time. ``recorder`` records its events.
 
-    ``log_problem`` says why its stderr is not kept, empty while it is. ``forgotten`` counts calls of ``forget``.
+    ``log_problem`` says why its stderr is not logged, empty while it is. ``forgotten`` counts calls of ``forget``.
     """
 
     def __init__(self, command: Sequence[str] | None, log_file: Path, recorder: Recorder | None = None) -> None:
@@ -119,27 +119,27 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read(self._process))
 
     def send(self, command: messages.Command) -> None:
-        """Send a command to the child; dropped when it has ended, which ``Crashed`` reports."""
+        """Send a command to the child; it is dropped if the child has ended, which ``Crashed`` reports."""
         if self._process and self._process.stdin and self.alive:
             if self.recorder:
                 self.recorder.note_command(command)
             self._process.stdin.write(wire.encode(command))
 
     async def receive(self) -> list[Report]:
-        """Wait for events and return all that arrived since the last call, coalesced."""
+        """Wait for events and return all since the last call, coalesced."""
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._inbox = self._inbox, []
         return coalesce(reports)
 
     def forget(self) -> None:
-        """Drop what the current child reports and has reported, but for what was received: it is about to be ended."""
+        """Drop the current child's events, except those already received, because it is about to be ended."""
         self._is_forgotten = True
         self.forgotten += 1
         self._inbox.clear()
 
     async def close(self) -> None:
-        """End the child: close its stdin, wait ``GRACE_S``, then kill it. One that is being ended is waited for."""
+        """End the child: close its stdin, wait ``GRACE_S``, then kill it."""
         async with self._changing:
             await self._end()
 
@@ -152,7 +152,7 @@ class EngineClient:
         try:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), GRACE_S)
-        finally:  # also where nobody waits any more
+        finally:  # also if this task is cancelled
             if process.returncode is None:
                 process.kill()
         await process.wait()
@@ -185,7 +185,7 @@ class EngineClient:
                 header = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(wire.parse_length(header))
                 event = wire.decode_event(body)
-                if self._counts(process):
+                if self._is_current(process):
                     if self.recorder:
                         self.recorder.note(event)
                     self._put(event)
@@ -195,22 +195,22 @@ class EngineClient:
             problem = str(error)
             process.kill()
             while await process.stdout.read(2**16):
-                pass  # asyncio knows the end of a process only when its pipes are empty
+                pass  # asyncio notices the end of a process only when its pipes are empty
         code = await process.wait()
-        if self._counts(process):
+        if self._is_current(process):
             self._put(Crashed(code, (*self._log_tail(), problem) if problem else self._log_tail()))
 
-    def _counts(self, process: asyncio.subprocess.Process) -> bool:
+    def _is_current(self, process: asyncio.subprocess.Process) -> bool:
         return process is self._process and not self._is_forgotten
 
     def _put(self, report: Report) -> None:
-        # The text of an answer goes back to the engine with the next question: cleaned where it is drawn.
+        # An answer's text returns to the engine with the next question, so it is made visible only when it is drawn.
         is_answer = isinstance(report, messages.Text | messages.Finished)
         self._inbox.append(report if is_answer else visible_fields(report))
         self._arrived.set()
 
     def _open_log(self) -> FileIO | None:
-        """The log, opened and written to (a full disk shows only on writing); None with ``log_problem`` set."""
+        """Open the log and write to it, because only that shows a full disk; None with ``log_problem`` set."""
         try:
             files.append(self.log_file, time.strftime("--- engine started %Y-%m-%d %H:%M:%S\n").encode())
             log = files.open_log(self.log_file)
@@ -236,7 +236,7 @@ class EngineClient:
 
 
 def coalesce(reports: Sequence[Report]) -> list[Report]:
-    """Merge neighboring pieces of text; keep only the latest figures and progress, each at its own place."""
+    """Merge neighboring pieces of text; keep only the latest figures and progress, in order."""
     kept: list[Report] = []  # the latest first
     for report in reversed(reports):
         if isinstance(report, messages.Text) and kept and isinstance(kept[-1], messages.Text):

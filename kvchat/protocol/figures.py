@@ -13,14 +13,13 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a me
 
 @dataclass(frozen=True)
 class Stats:
-    """The cost of one answer, None where nothing was measured.
+    """The cost of one answer; None is a figure that was not measured.
 
-    ``read_share`` is the mean over its steps of the share of the stored tokens that was read, ``corrected_share`` that
-    of the head-steps in which a head was corrected, ``mean_cosine`` the mean cosine of a head's query to its last one.
-    ``coverage`` is the share of the attention to everything stored that fell on what was read, the mean over all heads,
-    ``lowest_coverage`` the least that it was; both in the last mode, None where everything was read.
-    What recall took, and what of it was waited for, is of its last steps in the last mode. ``extras`` are the mode's
-    figures since it was entered.
+    ``read_share`` is the share of the stored tokens that a step read, on average, ``corrected_share`` the share of
+    (step, head) pairs in which a head was corrected, ``mean_cosine`` the mean cosine of a head's query to its last one.
+    ``coverage`` is the share of full attention that fell on the tokens read, averaged over heads, ``lowest_coverage``
+    its minimum; both cover the last mode and are None if it read everything. ``recall_ms_*`` and ``exposed_ms_*`` cover
+    the last steps in the last mode. ``extras`` are the mode's own figures since it was entered.
     """
 
     prompt_tokens: Count = 0
@@ -54,12 +53,12 @@ class Stats:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a comparison's run with the first one; None where nothing was measured.
+    """Agreement of a comparison's run with the first one; None is a figure that was not measured.
 
-    ``first_difference`` counts the tokens drawn alike before the first other one, None where all are alike. The other
-    figures are of ``tokens`` next tokens, each given the first run's text before it: ``same_choice`` is the share of
-    them for which both find the same token likeliest, ``kl_*`` the Kullback-Leibler divergence of the run's
-    distribution from the first run's, in nats.
+    ``first_difference`` counts the equal tokens before the first different one, None if none differs. The other figures
+    compare ``tokens`` predictions of the next token after the first run's text: ``same_choice`` is the share for which
+    both find the same token likeliest, ``kl_*`` the Kullback-Leibler divergence of the run's distribution from the
+    first run's, in nats.
     """
 
     first_difference: Count | None = None
@@ -71,10 +70,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Run:
-    """One answer of a comparison: in ``mode`` with all its ``params``, with the text of each token.
+    """One answer of a comparison, in ``mode`` with all its ``params``; ``pieces`` has the text of each token.
 
-    ``reason`` is why it ended, as in ``Finished``. ``refusal`` says why the mode cannot be entered; then there is no
-    answer. ``agreement`` is None for the run that the others are compared with.
+    ``reason`` is as in ``Finished``. ``refusal`` says why the mode cannot be entered; then there is no answer.
+    ``agreement`` is None for the run that the others are compared with.
     """
 
     mode: str
@@ -92,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of entering ``mode`` now: ``moved_bytes`` from host to device, its ``device_bytes`` afterwards.
+    """The cost of entering ``mode`` now: it copies ``moved_bytes`` to the device and then takes ``device_bytes`` there.
 
     ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
     """
@@ -106,7 +105,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVML reading in bytes, percent, degrees and watts; a missing reading is None and drawn ``n/a``."""
+    """NVML's readings of a GPU in bytes, percent, degrees and watts; a missing one is None and drawn ``n/a``."""
 
     name: str
     used: Count | None = None
@@ -119,12 +118,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class ModeNeed:
-    """A mode's K/V on the device, with the parameters in force; ``refusal`` says why it cannot be entered.
+    """A mode's K/V on the device, with its effective parameters; ``refusal`` says why it cannot be entered.
 
-    In freeze it is the most: what freezes turns out later. In sync it is with the heads measured, as the first long
-    prompt leaves them; while that is read, all is held. Full mode with ``resident`` reads ``link_bytes`` over the link
-    for every token once the conversation is as long as planned; where nobody chose it, it is what the device leaves
-    beside the weights that the plan names.
+    In freeze it is a maximum, because what freezes turns out later. In sync it assumes that the heads are measured, as
+    after the first long prompt; until then everything is held. Full mode with ``resident`` streams ``link_bytes`` for
+    every token once the conversation is as long as planned; a ``resident`` that nobody chose fills what the weights
+    named in the plan's ``beside`` leave of the device.
     """
 
     device_bytes: Count
@@ -135,9 +134,9 @@ class ModeNeed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A choice that fits with the least given up, which ``gave_up`` says. ``budget`` is None in a mode without one.
+    """The choice that fits and gives up least, listed in ``gave_up``. ``budget`` is None in a mode without one.
 
-    ``install`` is the command that installs what the quantization needs, empty where it is there.
+    ``install`` is the command that installs packages for the quantization, empty if none is missing.
     """
 
     quantize: str
@@ -151,7 +150,7 @@ class Proposal:
 class StoredNeed:
     """The bytes of K/V while ``tokens`` are stored in the current ``mode``: on the device and in the host pool.
 
-    Both have room for more, ``device_room`` and ``host_room`` tokens: what once was taken is kept for what comes next.
+    That memory has room for ``device_room`` and ``host_room`` tokens: it stays allocated for later ones.
     """
 
     mode: str
@@ -166,18 +165,24 @@ class StoredNeed:
 class MemoryPlan:
     """Bytes by purpose, for a conversation of ``context`` tokens.
 
-    ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
-    estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
-    ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of weights that
-    loading unpacks and none is asked for, else it is none; ``file_bits`` is what such a weight takes in the files, else
-    0. Full mode takes what the weights ``beside`` it leave: those asked for, else proposed. ``proposal`` is None where
-    nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
-    measured: no token takes less. Of a GGUF file, and of others on a GPU, such weights lie ``unpacked`` in host memory,
-    all of them, before they are packed again; ``packed`` is the size on disk of a checkpoint, no GGUF file, that has
-    them, else 0. Where a model is in use, ``stored`` is set, and what that holds counts as free. ``given`` are the
-    options, by name, that were not left to kvchat and that the plan depends on. Of a model over several GPUs
-    ``elsewhere`` has, by quantization, the bytes of weights on each beside the device, and ``others_free`` what is free
-    on them.
+    ``weights``, ``modes``, ``state`` and ``workspace`` (an estimate) are on the device, ``host_pool`` and ``snapshots``
+    in RAM; on a CPU both are the same memory.
+
+    Attributes:
+        weights: by quantization.
+        token_bytes: K/V of a token; the host pool takes ``host_share`` of it.
+        unpacked: RAM for all weights that loading unpacks before it quantizes them again, else 0.
+        packed: the size on disk of a checkpoint (not GGUF) with such weights, else 0.
+        by_default: the quantization of such weights if none was requested, else none.
+        file_bits: bits of such a weight in the files, else 0.
+        beside: the quantization that full mode's share of the device assumes: the requested one, else the proposed one.
+        proposal: None if nothing fits.
+        floor_ms: by quantization, the time to read the weights for one token, the least that a token takes; empty
+            without a measured rate.
+        stored: set while a model is loaded; its memory counts as free.
+        given: the options that the plan depends on and that were not left to kvchat, by name.
+        elsewhere: bytes of weights on GPUs other than the device, by quantization and GPU; ``others_free`` is what is
+            free there.
     """
 
     model: str
@@ -208,13 +213,13 @@ class MemoryPlan:
     others_free: dict[str, Count] = field(default_factory=dict)
 
     def on_device(self, quantize: str) -> int:
-        """Bytes of the weights that lie on the device."""
+        """Bytes of the weights on the device."""
         return self.weights[quantize] - sum(self.elsewhere.get(quantize, {}).values())
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The memory that loading ``model`` would take; None with the reason in ``refusal``."""
+    """The memory ``plan`` for loading ``model``; None with the reason in ``refusal``."""
 
     model: str
     plan: MemoryPlan | None
@@ -223,13 +228,12 @@ class Planned:
 
 @dataclass(frozen=True)
 class ServerFigures:
-    """A server's own figures, of all its users since it was started; None where it does not tell.
+    """A server's own figures, over all its users since it was started; None if it does not report one.
 
-    ``kind`` is its program, ``place`` its host and port. Of the last answer here it read ``prompt_tokens``, of which
-    ``reused_tokens`` were stored already. It has room for ``capacity`` tokens of K/V, of which ``used_share`` is taken.
-    ``prefix_share`` of the tokens that were looked for among those stored were found, ``prefix_tokens`` of them.
-    ``host_*`` is the same of K/V in host memory. ``drafts_share`` is the part of the drafted tokens that was accepted.
-    ``missing`` says why there are no more figures.
+    ``kind`` is its program, ``place`` its host and port. ``prompt_tokens`` and ``reused_tokens`` are those of the last
+    answer here. ``capacity`` is its room for K/V in tokens, of which ``used_share`` is taken. ``prefix_share`` is the
+    hit rate of its prefix cache, ``prefix_tokens`` the hits in tokens. ``host_*`` are the same for K/V in RAM.
+    ``drafts_share`` is the share of drafted tokens that was accepted. ``missing`` says why other figures are missing.
     """
 
     kind: str
@@ -253,7 +257,7 @@ class ServerFigures:
     missing: str = ""
 
 
-# One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
+# Letters of the ribbon's cells. A cell shows the state of most of its tokens; recalled wins over all others.
 RIBBON = {
     "S": "sink",
     "W": "window",
@@ -271,21 +275,25 @@ MAX_RIBBON_CELLS = 1024
 class Snapshot:
     """The KV manager's figures and what it did, read at most 10 times a second.
 
-    ``active`` is the mean number of tokens the last step attended to over layers and KV heads; ``is_prompt`` where that
-    was a prompt's, which attends to everything in every mode. ``ribbon`` is one letter
-    of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
-    (layer, head, token) triples that the last step read. ``coverage`` is that of the current answer, as in ``Stats``.
-    ``recall_ms_*`` are percentiles of the copies of an answer's last 256 steps, ``exposed_ms_*`` of the time waited for
-    them, ``recall_bytes_per_s`` is the rate since the last snapshot. ``extras`` are figures of the current mode only,
-    in display order. ``kv_parked_bytes`` are those of other conversations in host memory. ``state_bytes`` and
-    ``snapshot_bytes`` are those of the recurrent state and its snapshots, which the K/V's bytes hold too. ``preamble``
-    are the tokens of the system prompt, ``pins`` those of pinned messages that are read beyond the budget. There is
-    room for ``device_room`` tokens on the device, in the host pool for ``exact_room`` in exact and ``rounded_room`` in
-    8-bit pages. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn
-    of how the engine runs: a few words, a colon, the reason. ``server`` is set where a server has the model, and what
-    is read and held is not known. Where kvchat chooses the mode,
-    ``auto`` says why this one. ``elsewhere`` are the weights' bytes on GPUs beside the one with the K/V, ``other_gpus``
-    the readings of those.
+    Attributes:
+        active: tokens that the last step attended to, averaged over layers and KV heads.
+        is_prompt: that step was a prompt's, which attends to everything in every mode.
+        ribbon: a letter of ``RIBBON`` for each cell of ``cell_tokens`` stored tokens.
+        attended: a digit 0-9 for each cell: the share of its (layer, head, token) triples that the last step read.
+        coverage: the current answer's, as in ``Stats``.
+        recall_ms_p50: percentiles of the copies in an answer's last 256 steps; ``exposed_ms_*``: of the time waited.
+        recall_bytes_per_s: the rate since the last snapshot.
+        extras: figures of the current mode only, in display order.
+        prices: of the other modes.
+        badges: warnings about how the engine runs: a few words, a colon, the reason.
+        process_bytes: the engine's RAM; ``kv_parked_bytes``: K/V of other conversations there.
+        state_bytes: of the recurrent state, ``snapshot_bytes``: of its snapshots; both are part of the K/V's bytes too.
+        preamble: tokens of the system prompt; ``pins``: of pinned messages that are read beyond the budget.
+        device_room: tokens that fit in the device's slots; ``exact_room`` and ``rounded_room``: in the host pool's
+            exact and 8-bit pages.
+        server: set if a server runs the model; what is read and held is unknown then.
+        auto: why kvchat chose this mode, if it did.
+        elsewhere: bytes of weights on GPUs without K/V; ``other_gpus``: the readings of these.
     """
 
     mode: str

@@ -1,6 +1,6 @@
 """Commands and events between the application and the engine: plain frozen data. ``protocol.wire`` sends them.
 
-Commands go to the engine's stdin, events come from its stdout. The engine keeps no conversation: each ``Chat`` has it.
+Commands go to the engine's stdin, events come from its stdout. Each ``Chat`` sends its whole conversation.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from kvchat.errors import UsageError
 from kvchat.paths import BUNDLED
 from kvchat.protocol.figures import Count, Params, Planned, Run, Snapshot, Stats
 
-Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: small files stay small
-Split = Literal["layers", "heads"]  # what several GPUs have each: some layers, or some heads of every layer
-HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
-TEMPERATURE = 0.7  # of a model that names none
+Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # of weights; auto: those of small files stay small
+Split = Literal["layers", "heads"]  # what each of several GPUs gets: some layers, or some heads of every layer
+HostDtype = Literal["model", "int8"]  # of full pages in the host pool: the model's number format, or 8 bits
+TEMPERATURE = 0.7  # for a model that recommends none
 MAX_VARIANTS = 8
 MAX_LOGPROBS = 20
 MAX_NEEDLE_TOKENS = 10_000_000
-# Milliseconds that separate the bins of the recall histogram; the first bin is below the first of them.
+# Edges between the bins of the recall histogram; the first bin is below the first edge.
 RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 Heads = tuple[tuple[Count, ...], ...]  # a number for each KV head of each layer
 Milliseconds = Annotated[float, Field(ge=0)]
 MAX_PACE = 64.0
-GIVEN = frozenset({"messages", "documents", "add_generation_prompt"})  # to every template
+RESERVED = frozenset({"messages", "documents", "add_generation_prompt"})  # variables that every template gets
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; ``role`` is system, user, assistant or tool. Every mode attends to a ``pinned`` one.
+    """One message.
 
-    One of the role tool has what a tool gave. ``more`` is a JSON object, empty for none, of what a chat template is
-    given of the message beside its role and content: the calls of tools, and which of them is answered.
-    One alone of the role text is a prompt as it is, without the chat template: control tokens in it are such.
-    ``at`` is when it was written, in seconds since the epoch, 0 where nobody knows: a chat template is told the time at
-    which its conversation began. ``thought`` is the tag that ends the thought before an answer, empty without one.
+    Attributes:
+        role: system, user, assistant, or tool for a tool's result. A single turn of the role text is a prompt without
+            the chat template, in which control tokens count as such.
+        pinned: every mode attends to it.
+        at: when it was written, in seconds since the epoch, 0 if unknown; chat templates get the first turn's time.
+        thought: the tag that ends the thought before an answer, empty without one.
+        more: further fields for the chat template as a JSON object, empty for none: tool calls, or the id of the call
+            that is answered.
     """
 
     role: str
@@ -52,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way the next token is drawn; temperature 0 is greedy, None the model's own."""
+    """How tokens are drawn; temperature 0 is greedy, None the model's own."""
 
     temperature: float | None = None
     top_k: int = 0
@@ -68,7 +71,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Rooms for K/V of conversations: ``parked_bytes`` in host memory, ``saved_bytes`` in ``folder``; 0 for none."""
+    """Limits for K/V of other conversations: ``parked_bytes`` in RAM, ``saved_bytes`` in ``folder``; 0 keeps none."""
 
     parked_bytes: Count = 0
     saved_bytes: Count = 0
@@ -77,15 +80,20 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model in place of the one in use; answered by ``Loading``* and ``Loaded``, or ``Failed``.
+    """Load a model in place of the current one; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
-    ``Stop`` gives it up. The model in use stays until the other is ready, or is loaded again after a failure; after one
-    that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
-    each mode and of auto, ``given`` values given at run time by the mode: the budget overrides that of every mode,
-    others that of one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the
-    device's memory. With several ``gpus`` layers lie on those beside the device too; where heads are
-    ``split`` each has a part of every layer. ``chat_template`` is a file in place of the model's own, ``template_args``
-    are its variables as ``KEY=VALUE``.
+    ``Stop`` cancels it. The current model stays until the other is ready, or is loaded again after a failure; after a
+    failure that is not fatal its ``Loaded`` follows.
+
+    Attributes:
+        given: values given at run time, by mode; a budget overrides every mode's, other values only that mode's.
+        mode_params: the settings of each mode and of auto.
+        force: load a model even if it does not fit.
+        link_bytes_per_s: the measured rate of recall.
+        read_bytes_per_s: the measured rate of the device's memory.
+        chat_template: a file that replaces the model's own template.
+        template_args: variables of the template as ``KEY=VALUE``.
+        gpus: how many GPUs share the weights, by ``split``.
     """
 
     model: str = BUNDLED
@@ -109,7 +117,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ask what ``load`` would take for ``context`` tokens (None: all the model reads); answered by ``Planned``."""
+    """Plan the memory of ``load`` for ``context`` tokens (None: the model's context); answered by ``Planned``."""
 
     load: Load
     context: Annotated[int, Field(ge=1)] | None = None
@@ -117,7 +125,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode with parameters that count before those of the settings."""
+    """A mode with parameters that override the settings."""
 
     mode: str
     params: Params = field(default_factory=dict)
@@ -127,11 +135,15 @@ class Variant:
 class Chat:
     """Answer the last turn; answered by ``Started``, ``Text``* and ``Finished``, or ``Failed``.
 
-    ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
-    empty for one whose K/V are not kept, None for the stored one that the turns go on with or else a new one. It is
-    answered in ``variant`` and with ``template_args``, as ``SetTemplateArgs`` has them; None leaves what is in force.
-    ``is_final``: text comes when recovery can no longer take it back. What is said is held to ``json_schema``, a text.
-    With ``top_logprobs`` each ``Text`` has scores, of so many of the likeliest tokens beside that which was drawn.
+    Attributes:
+        turns: end with a user turn, or with an assistant turn to continue.
+        conversation: its id; empty if its K/V are not to be kept, None for the stored one that the turns continue, or
+            else a new one.
+        variant: the mode to answer in; None keeps the current one.
+        template_args: as in ``SetTemplateArgs``; None keeps the current ones.
+        is_final: send text only when recovery can no longer withdraw it.
+        json_schema: a JSON schema that the answer must fit, empty for none.
+        top_logprobs: send each token's score and those of so many of the likeliest tokens; None for no scores.
     """
 
     turns: tuple[Turn, ...]
@@ -146,7 +158,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``."""
+    """Tokenize the prompt that ``Chat`` would read for these turns; answered by ``Tokenized``, or ``Failed``."""
 
     turns: tuple[Turn, ...]
     template_args: tuple[str, ...] | None = None
@@ -154,9 +166,10 @@ class Tokenize:
 
 @dataclass(frozen=True)
 class Resume:
-    """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept.
+    """Make ``conversation`` the current one; answered by ``Noted``*, and by ``Resumed`` if some of its K/V were kept.
 
-    What of it is stored and pinned is attended from then on, also in the current conversation. Without turns it is new.
+    Its pinned turns that are stored are attended to from then on, also if it is the current one already. Without turns
+    it is new.
     """
 
     conversation: str
@@ -165,7 +178,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Forget:
-    """A conversation was deleted: keep nothing of it; answered by nothing."""
+    """A conversation was deleted: drop its K/V; answered by nothing."""
 
     conversation: str
 
@@ -179,7 +192,7 @@ class Stop:
 class Switch:
     """Change the KV mode or its parameters between two tokens; answered by ``Switched`` or ``SwitchRefused``.
 
-    An empty ``mode`` keeps the mode and changes only ``params``; parameters not named keep their value.
+    An empty ``mode`` keeps the mode and changes only ``params``; other parameters keep their values.
     """
 
     mode: str = ""
@@ -188,7 +201,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class KeepPages:
-    """Keep pages of K/V that get full from now on in ``host_dtype``, also during an answer; answered by ``Noted``."""
+    """Store pages of K/V that fill up from now on in ``host_dtype``, also during an answer; answered by ``Noted``."""
 
     host_dtype: HostDtype
 
@@ -202,15 +215,15 @@ class SetTemplateArgs:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+    """Recompute exactly the K/V that were computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
 
 
 @dataclass(frozen=True)
 class Compare:
     """Answer the last turn once in each of ``variants``, from the same K/V and with the same random numbers.
 
-    Answered by ``Started``, ``Prefilled``*, ``Comparing``* and ``Compared``, or ``Failed``; afterwards what is stored,
-    the mode and its parameters are as before. The turns need not be those that are stored.
+    Answered by ``Started``, ``Prefilled``*, ``Comparing``* and ``Compared``, or ``Failed``; afterwards the stored
+    tokens, the mode and its parameters are as before. The turns may differ from the stored ones.
     """
 
     turns: tuple[Turn, ...]
@@ -235,14 +248,18 @@ class Loading:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
+    """The model is ready.
 
-    ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
-    ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
-    the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
-    ``takes_variables``: those of a chat template can be set. ``calls`` says how the model calls tools: transformers'
-    response template as JSON, empty where its chat template knows none or that is not known.
-    ``auto`` is that of ``Switched``.
+    Attributes:
+        weights: how they are quantized, empty if they are not.
+        fast: the kinds of modules that are fused, empty for none.
+        template_variables: names that its chat template uses.
+        server: the program that runs the model if it is not kvchat; it then decides which K/V are read.
+        offers: what that program can do with K/V, in sentences.
+        auto: as in ``Switched``.
+        takes_variables: variables of the chat template can be set.
+        calls: transformers' response template as JSON, which says how the model calls tools; empty if its chat template
+            has none or it is not known.
     """
 
     model: str
@@ -271,7 +288,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Resumed:
-    """``tokens`` of a conversation came back from ``where`` (memory or disk) in ``seconds``, not to be read again."""
+    """K/V of ``tokens`` tokens of a conversation were restored from ``where`` (memory or disk) in ``seconds``."""
 
     conversation: str
     tokens: Count
@@ -281,18 +298,17 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that a person should know and that stops nothing, in a line."""
+    """A line that a person should read; work continues."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """Prefill begins: ``prompt_tokens`` in all, of which ``reused_tokens`` were stored already.
+    """Prefill begins: of ``prompt_tokens`` in all ``reused_tokens`` were stored; both are 0 until a server counts them.
 
-    Both are 0 where a server has not counted yet.
-    ``thought`` is the tag that ends the thought that the end of the prompt begins, empty where it begins none, and
-    ``tags`` are those that the model's template knows for the beginning of one.
+    If the prompt ends inside a thought, ``thought`` is the tag that ends it, else empty. ``tags`` are the model's own
+    tags that begin one.
     """
 
     prompt_tokens: Count
@@ -311,16 +327,16 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Preparing:
-    """The first steps in ``mode`` on a GPU take long: its kernels are compiled, its graph is captured."""
+    """The first steps in ``mode`` on a GPU take long: kernels are compiled and a graph is captured."""
 
     mode: str
 
 
 @dataclass(frozen=True)
 class Score:
-    """A token of an answer, and the logarithms of its probability and of those of the likeliest tokens there.
+    """A token of an answer with its log-probability, and the likeliest tokens in its place with theirs.
 
-    They are the model's own: what temperature, penalties and the like change of them does not count.
+    They are the model's own, before temperature, penalties and the like.
     """
 
     token: str
@@ -330,7 +346,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Text:
-    """Text decoded since the last such event (at most 30 a second), from ``tokens`` tokens; ``scores`` if asked for."""
+    """Text decoded since the last ``Text`` (at most 30 a second), from ``tokens`` tokens; ``scores`` if requested."""
 
     text: str
     tokens: Count
@@ -355,7 +371,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The last ``chars`` characters of the answer's text, from ``tokens`` tokens, are taken back."""
+    """Recovery withdrew the last ``chars`` characters of the answer's text, from ``tokens`` tokens."""
 
     chars: Count
     tokens: Count
@@ -363,7 +379,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all that stays of it."""
+    """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all of it."""
 
     reason: str
     text: str
@@ -375,8 +391,8 @@ class Switched:
     """The mode changed between two tokens; no stored byte changed. ``moved_bytes`` went to the device in ``seconds``.
 
     ``reduced_tokens`` counts the stored tokens whose K/V were computed while a mode attended to less than everything.
-    ``params`` are in force, with what kvchat chose; ``given`` is what was given at run time so far, as in ``Load``.
-    Where kvchat chooses the mode, ``auto`` says in a line what and why.
+    ``params`` are the effective ones; ``given`` are those given at run time so far, as in ``Load``. If kvchat chooses
+    the mode, ``auto`` says in a line which one and why.
     """
 
     before: str
@@ -392,7 +408,7 @@ class Switched:
 
 @dataclass(frozen=True)
 class SwitchRefused:
-    """The mode cannot be entered; the session goes on in ``mode``. ``message`` carries the numbers."""
+    """The mode cannot be entered; the session stays in ``mode``. ``message`` has the numbers."""
 
     mode: str
     message: str
@@ -400,7 +416,7 @@ class SwitchRefused:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """``tokens`` stored tokens were recomputed in ``seconds``; ``reduced_tokens`` are left if it was stopped."""
+    """``tokens`` stored tokens were recomputed in ``seconds``; ``reduced_tokens`` remain if it was stopped."""
 
     tokens: Count
     seconds: float
@@ -409,7 +425,7 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class NeedleHidden:
-    """``turns`` end with the question; a right answer has ``fact`` in it and takes at most ``tokens`` tokens."""
+    """``turns`` end with the question; a right answer contains ``fact`` within ``tokens`` tokens."""
 
     turns: tuple[Turn, ...]
     fact: str
@@ -434,9 +450,9 @@ class Peeked:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now.
+    """A command failed; the stored tokens stay. ``kind`` is the error's class, ``fatal``: no model is loaded now.
 
-    A prompt that does not fit has so many ``tokens``.
+    ``tokens`` is the length of a prompt that does not fit, else 0.
     """
 
     title: str
@@ -449,7 +465,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Watch:
-    """Send ``Details`` at once and beside the snapshots from now on, or no more."""
+    """Send ``Details`` now and with every snapshot, or stop sending them."""
 
     details: bool
 
@@ -459,7 +475,7 @@ InAnswer = Stop | Switch | KeepPages | Peek | Watch  # done between two tokens
 
 @dataclass(frozen=True)
 class HideNeedle:
-    """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
+    """Make a conversation of about ``tokens`` tokens that asks for an early fact; answered by ``NeedleHidden``."""
 
     tokens: Annotated[int, Field(ge=1, le=MAX_NEEDLE_TOKENS)]
     seed: Count
@@ -467,7 +483,7 @@ class HideNeedle:
 
 @dataclass(frozen=True)
 class Pace:
-    """Play a recording so many times as fast as it was recorded; 0 pauses. Other engines do nothing."""
+    """Play a recording at ``speed`` times its own speed; 0 pauses. Other engines ignore it."""
 
     speed: Annotated[float, Field(ge=0, le=MAX_PACE)]
 
@@ -480,7 +496,7 @@ AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | F
 
 @dataclass(frozen=True)
 class RecallBin:
-    """``steps`` took this long to recall: milliseconds, all together, that work hid and that the model waited."""
+    """``steps`` whose recall took this long; the milliseconds that work hid and that the model waited, in total."""
 
     steps: Count = 0
     hidden_ms: Milliseconds = 0.0
@@ -489,10 +505,10 @@ class RecallBin:
 
 @dataclass(frozen=True)
 class Details:
-    """Tokens by layer and KV head, of ``total`` that are stored, and the recall of the last 256 steps by its time.
+    """Token counts by layer and KV head, of ``total`` stored tokens, and a histogram of recall in the last 256 steps.
 
-    ``read`` are those that the last token's attention read, ``held`` those in slots. ``recall`` has a bin more than
-    ``RECALL_EDGES_MS``, or none where nothing was recalled. ``pcie_*`` are bytes per second by NVML, None without it.
+    ``read`` counts the tokens that the last step's attention read, ``held`` those in slots. ``recall`` has one bin more
+    than ``RECALL_EDGES_MS``, or none if nothing was recalled. ``pcie_*`` are bytes per second by NVML, None without it.
     """
 
     total: Count
@@ -508,9 +524,9 @@ Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Deta
 
 @dataclass(frozen=True)
 class Comparing:
-    """``text`` of ``tokens`` tokens is what the variant ``index`` has answered so far.
+    """The variant ``index`` has answered ``text`` of ``tokens`` tokens so far.
 
-    ``checked`` counts the first answer's tokens that it has been given since, to compare what it makes of each.
+    ``checked`` counts the tokens of the first answer that were fed to it since, to compare its predictions of each.
     """
 
     index: Count
@@ -521,7 +537,7 @@ class Comparing:
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
+    """The comparison is over: a run for each variant, in order; fewer if it was stopped."""
 
     runs: tuple[Run, ...]
     prompt_tokens: Count = 0
@@ -529,7 +545,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of a recording: this was asked, and what follows is the answer. The application sends it as its own question."""
+    """The next question of a recording; its answer follows. The application asks it as if a person had."""
 
     text: str
 
@@ -545,17 +561,17 @@ Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | T
 
 
 def parse_args(args: Iterable[str]) -> dict[str, Any]:
-    """The variables of ``KEY=VALUE``: a value is JSON (``true``, ``3``, ``["a"]``), True or False, else text.
+    """Parse ``KEY=VALUE`` arguments: a value is JSON (``true``, ``3``, ``["a"]``), True or False, else text.
 
     Raises:
-        UsageError: one is not written so, or is given to every template by kvchat.
+        UsageError: an argument has another form, or names a variable of ``RESERVED``.
     """
     variables = {}
     for text in args:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f'"{text[:100]}" is not a template variable.', hint="Write it as enable_thinking=false.")
-        if name in GIVEN:
+        if name in RESERVED:
             raise UsageError(f"{name} is set by kvchat.", hint="Choose another name.")
         variables[name] = _value(value)
     return variables

@@ -1,9 +1,9 @@
-"""Recordings: what an engine reported and when, one JSON value a line, also gzipped.
+"""Recordings of an engine's events with their times, as JSON lines, optionally gzipped.
 
 The first line is ``{"format": "kvchat-recording", "version": 1, "kvchat": "0.1.0"}``. Each of the others is
-``[seconds, message]``: the time since the recording began, which never goes back, and an event of the protocol as it is
-sent, with its ``type``. What the person asked is the event ``Asked``. Nothing else is recorded, so a recording is
-played without a model; it holds everything that was said.
+``[seconds, message]``: the time since the recording began, which never decreases, and the event as the protocol sends
+it, with its ``type``. A question is recorded as the event ``Asked``, so that a recording contains the whole
+conversation and plays without a model.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ class Entry(NamedTuple):
 
 
 class Recorder:
-    """Writes a recording to a new file as it happens. ``report`` is called once with the reason if it ends early."""
+    """Writes a recording to a new file. ``report`` is called once, with the reason, if the recording ends early."""
 
     def __init__(self, path: Path, version: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UsageError: the file exists or cannot be written; ``version`` is kvchat's."""
+        """Open the file; ``version`` is kvchat's.
+
+        Raises:
+            UsageError: the file exists or cannot be written.
+        """
         self.path = path
         self.report: Callable[[str], None] = lambda reason: None
         self._clock, self._began = clock, clock()
@@ -57,12 +61,12 @@ class Recorder:
             raise files.unwritable(path, error, "Record to another file.") from None
 
     def note_command(self, command: Command) -> None:
-        """Record a question; other commands are seen by what comes of them."""
+        """Record a question; the other commands show in their events."""
         if isinstance(command, Chat):
             self.note(Asked(next((turn.content for turn in reversed(command.turns) if turn.role == "user"), "")))
 
     def note(self, event: Event) -> None:
-        """Record an event; on a full disk and above ``MAX_BYTES`` the recording ends."""
+        """Record an event; the recording ends on a full disk or near ``MAX_BYTES``."""
         if self._ended:
             return
         try:
@@ -91,7 +95,7 @@ def read(path: Path) -> list[Entry]:
     """Read a recording.
 
     Raises:
-        UsageError: the file cannot be read, is none, is damaged, or is of a later version; the line is named.
+        UsageError: the file cannot be read, is not a recording, is damaged (with the line), or has another version.
     """
     lines = _unpacked(path).split(b"\n")
     if lines.pop():

@@ -1,7 +1,7 @@
 """Messages as bytes: a 4-byte big-endian length and that many bytes of UTF-8 JSON.
 
-The JSON is an object with the message's class name under ``"type"`` and its fields beside it. What arrives is checked
-against the fields' types: text is no number, a missing field takes its default, and a command is no event.
+The JSON is an object with the message's class name under ``"type"`` and its fields. Arriving messages are validated
+strictly by the fields' types; a missing field takes its default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode(message: Message) -> bytes:
     """A message with its length prefix; a lone surrogate in a text becomes ``?``.
 
     Raises:
-        ValueError: it holds something that JSON has no form for.
+        ValueError: it contains something that JSON cannot represent.
     """
     fields = {"type": type(message).__name__, **vars(message)}
     try:
@@ -42,7 +42,7 @@ def decode_command(body: bytes) -> Command:
     """The command in ``body`` (without its length prefix).
 
     Raises:
-        ValueError: the bytes are no JSON object of a command's type with its fields of the right types.
+        ValueError: it is not JSON of a command with fields of the right types.
     """
     command: Command = _decode(body, COMMANDS)
     return command
@@ -54,7 +54,7 @@ def decode_event(body: bytes) -> Event:
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """The next message's body from a blocking stream, None at its end.
+    """The body of the next message from a blocking stream; None at the stream's end.
 
     Raises:
         ValueError: the stream does not speak the protocol.
@@ -71,7 +71,7 @@ def parse_length(header: bytes) -> int:
     """The length in a 4-byte prefix.
 
     Raises:
-        ValueError: longer than ``MAX_MESSAGE_BYTES``, so the stream is something else.
+        ValueError: it is more than ``MAX_MESSAGE_BYTES``, so the stream is something else.
     """
     length: int = struct.unpack(">I", header)[0]
     if length > MAX_MESSAGE_BYTES:
@@ -87,4 +87,4 @@ def _decode(body: bytes, known: Mapping[str, type]) -> Any:
         raise ValueError(f"no message of kvchat's protocol: {body[:80]!r} ({why})") from None
 
 
-_adapter = cache(TypeAdapter)  # a message's is made when the first of it comes
+_adapter = cache(TypeAdapter)  # made for the first message of each type, because each takes time

@@ -22,7 +22,7 @@ import tomli
 from kvchat import files, paths
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError, did_you_mean
 from kvchat.paths import is_server
-from kvchat.protocol.messages import GIVEN
+from kvchat.protocol.messages import RESERVED
 
 PROBE_S = 2.0
 MAX_SAID = 300  # characters of an answer that nobody expected
@@ -319,7 +319,7 @@ def variables(template: Any) -> tuple[str, ...]:
         parsed = environment.parse(template if isinstance(template, str) else "")
     except (jinja2.TemplateError, RecursionError):
         return ()
-    known = jinja2.meta.find_undeclared_variables(parsed) - GIVEN - OF_PROGRAMS - environment.globals.keys()
+    known = jinja2.meta.find_undeclared_variables(parsed) - RESERVED - OF_PROGRAMS - environment.globals.keys()
     return tuple(sorted(name for name in known if not name.endswith("_token")))
 
 

@@ -1,7 +1,7 @@
-"""The replaying engine: ``python -m kvchat.replay.engine FILE`` plays a recording's events in their time.
+"""The replaying engine: ``python -m kvchat.replay.engine FILE`` sends a recording's events at their times.
 
-To the application it is an engine like any other, a child that speaks the protocol on stdin and stdout; there is no
-model, no torch and no GPU. ``Pace`` changes the speed; what would need a model is refused.
+To the application it is an engine like any other, a child that speaks the protocol on stdin and stdout, but it needs no
+model, torch or GPU. ``Pace`` changes its speed; commands that need a model are refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvchat.protocol import messages, recording, wire
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.recording import Entry
 
-MAX_GAP_S = 2.0  # a longer pause in a recording teaches nothing
+MAX_GAP_S = 2.0  # longer pauses in a recording are cut to this
 REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alone starts a chat.")
 
 
 class Player:
-    """Plays entries to ``events``; ``read`` runs on a thread of its own and takes commands until their end."""
+    """Plays entries to ``events``; ``read`` takes commands, on a thread of its own."""
 
     def __init__(self, entries: Sequence[Entry], events: BinaryIO) -> None:
         self._entries = entries
@@ -37,21 +37,21 @@ class Player:
         self._details = messages.Details(0)
 
     def play(self) -> None:
-        """Send every event in its time, then wait for the application to close."""
-        before = 0.0
+        """Send every event at its time, then wait for the application to close."""
+        now = 0.0
         for entry in self._entries:
-            self._wait(min(entry.seconds - before, MAX_GAP_S))
+            self._wait(min(entry.seconds - now, MAX_GAP_S))
             if self._closed:
                 return
-            before = entry.seconds
+            now = entry.seconds
             self._note(entry.event)
             self._send(entry.event)
-        self._send(messages.Replayed(before))
+        self._send(messages.Replayed(now))
         with self._changed:
             self._changed.wait_for(lambda: self._closed)
 
     def read(self, commands: BinaryIO) -> None:
-        """Do what the application asks for until it closes."""
+        """Obey commands until the application closes."""
         with suppress(ValueError, OSError):
             while (body := wire.read(commands)) is not None:
                 self._do(wire.decode_command(body))
@@ -66,7 +66,7 @@ class Player:
                     self._speed = speed
                     self._changed.notify()
             case messages.Chat() if self._unanswered:
-                self._unanswered -= 1  # the application sends what it was told was asked
+                self._unanswered -= 1  # the application's reply to ``Asked``
             case messages.Switch():
                 self._send(messages.SwitchRefused(self._mode, " ".join(REFUSAL)))
             case messages.Chat() | messages.Compare() | messages.HideNeedle() | messages.Rebuild():
@@ -74,7 +74,7 @@ class Player:
             case messages.Plan(load):
                 self._send(Planned(load.model, None, " ".join(REFUSAL)))
             case messages.Watch(True):
-                self._send(self._details)  # whoever asks waits for some, and none may follow
+                self._send(self._details)  # the application waits for some, and the recording may have no more
 
     def _note(self, event: messages.Event) -> None:
         match event:
@@ -86,7 +86,7 @@ class Player:
                 self._details = event
 
     def _wait(self, seconds: float) -> None:
-        """Wait so many seconds of the recording, in whatever time they take."""
+        """Wait for so many seconds of the recording, at the current speed."""
         with self._changed:
             while seconds > 0 and not self._closed:
                 began, speed = time.monotonic(), self._speed
