@@ -1,4 +1,4 @@
-"""Files in a question: sent in a fence that names the file, shown as one line."""
+"""Files in a question: sent in a code fence under their name, shown as one line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from kvchat.units import size
 
-MAX_BYTES = 2**24  # of a file, while no model says how much it reads
-BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of text on average
+MAX_BYTES = 2**24  # of a file, until a model is loaded, which has a context
+BYTES_PER_TOKEN = 8  # of text: more than any tokenizer's average
 _FENCED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 
 
 class Piece(NamedTuple):
-    """A part of a question: ``name`` is the file whose fenced ``text`` it is, empty for what was written.
+    """A part of a question: the fenced ``text`` of the file ``name``, or text that a person wrote, without a name.
 
-    A file begins and ends at these characters of the text, inside the fence.
+    The file's own text is ``text[begin:end]``, inside the fence.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def fenced(name: str, text: str) -> str:
-    """``text`` as it is sent: under its name, in a fence longer than any in it."""
+    """``text`` under its name, in a fence longer than any in it."""
     longest = max(map(len, re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     language = Path(name).suffix[1:]
@@ -42,7 +42,7 @@ def fenced(name: str, text: str) -> str:
 
 
 def pieces(question: str) -> Iterator[Piece]:
-    """Split a question into the files that were fenced into it and what was written."""
+    """Split a question into fenced files and the text around them."""
     end = 0
     for found in _FENCED.finditer(question):
         if found.start() > end:
@@ -54,7 +54,7 @@ def pieces(question: str) -> Iterator[Piece]:
 
 
 def folded(question: str) -> str:
-    """A question with a label in place of each file, a line each."""
+    """A question with a label in place of each file, on a line of its own."""
     found = list(pieces(question))
     if not any(piece.name for piece in found):
         return question

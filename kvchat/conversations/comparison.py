@@ -23,14 +23,14 @@ FIGURES = {
     "agree": "share of the first answer's tokens for which both find the same token most likely",
     "KL": "Kullback-Leibler divergence of the next token from the first answer, on average over its tokens, in nats",
 }
-"""What the columns mean."""
+"""The columns of figures, and their meanings."""
 COLUMNS = ("", *FIGURES)
-NOTHING = "–"  # has no meaning in this row, as a hit rate where nothing is recalled
+NOTHING = "–"  # a figure without a meaning in this row, such as a hit rate if nothing is recalled
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``question`` answered by a model in the ``variants``; a run for each, fewer where it was stopped."""
+    """``question``, answered by a model in the ``variants``; a run for each, fewer if it was stopped."""
 
     question: str
     model: str
@@ -51,14 +51,14 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence for each run but the first: where it leaves the first one's text, and how far it is from it."""
+    """A sentence for each run but the first: where its text differs from the first run's, and how well they agree."""
     names = [label(variant) for variant in comparison.variants]
     others = list(zip(names, comparison.runs, strict=False))[1:]
     return [_verdict(name, run, names[0]) for name, run in others]
 
 
 def first_difference(runs: Sequence[Run]) -> int | None:
-    """Number of first tokens that all answers have in common; None where no answer leaves the first one's."""
+    """How many tokens all answers have in common at the start; None if they do not differ."""
     found = [run.agreement.first_difference for run in runs if run.agreement]
     return min((at for at in found if at is not None), default=None)
 
@@ -97,7 +97,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Every figure, with the text of each token."""
+    """All figures, with the text of each token."""
     return json.dumps({"format": "kvchat-comparison", "version": 1, **dataclasses.asdict(comparison)}, indent=2) + "\n"
 
 
@@ -105,14 +105,14 @@ def write(comparison: Comparison, path: Path) -> None:
     """Write a comparison to a new file, in the format of its ending.
 
     Raises:
-        UsageError: the ending names no format, the file exists, its folder does not, or it cannot be written.
+        UsageError: as ``check``, or it cannot be written.
     """
     check(path)
     export.write_new(path, FORMATS[path.suffix](comparison))
 
 
 def check(path: Path) -> None:
-    """Refuse a file that ``write`` would refuse, before there is anything to write.
+    """Refuse a file that ``write`` would refuse, before the work of comparing.
 
     Raises:
         UsageError: the ending names no format, the file exists, or its folder does not.
@@ -140,16 +140,16 @@ def _verdict(name: str, run: Run, first: str) -> str:
     if run.agreement is None:
         return f"{name} cannot be compared."
     a = run.agreement
-    course = f"draws the same tokens as {first}"
+    text = f"draws the same tokens as {first}"
     if a.first_difference is not None:
-        course = f"differs from token {count(a.first_difference + 1)} on"
+        text = f"differs from token {count(a.first_difference + 1)} on"
     if a.same_choice is None:
-        return f"{name} {course}."
+        return f"{name} {text}."
     divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats on average, {a.kl_max:.3f} at worst)"
     chosen = f"given {first}'s text, it agrees on the next token for {percent(a.same_choice)} of {count(a.tokens)}"
     may_be_smaller = "budget" in run.params and run.stats.read_share == 1
     advice = " It read everything: a smaller budget would tell them apart." if may_be_smaller else ""
-    return f"{name} {course}; {chosen}{divergence}.{advice}"
+    return f"{name} {text}; {chosen}{divergence}.{advice}"
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {".md": to_markdown, ".json": to_json}

@@ -1,8 +1,7 @@
 """A conversation: a tree of messages, and the path through it that is shown and sent to the model.
 
-Editing a question or answering it again adds a sibling; nothing that was said is replaced. Beside its text an answer
-keeps figures, a mode's parameters, and live switches: a small mark in the text where each was, a line below it of what
-it was.
+Editing a question or answering it again adds a sibling; no message is replaced. An answer also keeps its figures and
+live switches: a small mark in the text at each, and a line below the text that says what it was.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from kvchat.protocol.figures import Count, Params, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
-CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
+CUT_OFF = "cut off"  # the ending of an answer whose engine ended first
 MARK = "┃"  # as in the ribbon
 DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 MARKED = re.compile(f"{MARK}[⁰¹²³⁴⁵⁶⁷⁸⁹]*(?=\\s|$)")
-MOST_PUNCTUATION = 8  # looked at between a word and the place of a switch
+MOST_PUNCTUATION = 8  # characters of it that are searched between a word and a switch
 _WORD_END = re.compile(r"[^\W_][.,;:!?…\"'”’)\]]*(?=\s)|[、。，！？；：]")
 _FENCE = re.compile(r"^[ \t>]*(`{3,}|~{3,})[^\n]*", re.MULTILINE)
 _STATS = TypeAdapter(Stats)
@@ -37,9 +36,9 @@ def new_id() -> str:
 
 @dataclass(frozen=True)
 class ModeChange:
-    """A live switch behind ``chars`` characters of an answer, at ``position`` stored tokens; ``line`` says what it was.
+    """A live switch after ``chars`` characters of an answer, at ``position`` stored tokens; ``line`` describes it.
 
-    ``mode`` is the one entered, "" where only its parameters changed.
+    ``mode`` is the mode that was entered, "" if only parameters changed.
     """
 
     chars: Count
@@ -53,9 +52,9 @@ class Message:
     """A question (``role`` user) or an answer (assistant) below ``parent``, None for the first question.
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
-    ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one. ``switch_lines`` are the
-    live switches in an answer and behind it, up to the next question. ``model`` names what wrote an answer,
-    ``thought`` the tag that ends the thought before it where the text alone does not tell.
+    ``receipt`` and ``stats`` are its cost. Every mode attends to a ``pinned`` message. ``switch_lines`` are the live
+    switches from an answer's beginning to the next question. ``model`` wrote the answer. ``thought`` is the tag that
+    ends its thought, if the text alone does not show it.
     """
 
     id: Annotated[str, Field(min_length=1)] = field(default_factory=new_id)
@@ -73,7 +72,7 @@ class Message:
 
     @property
     def marked_text(self) -> str:
-        """The text with a mark at each live switch, and what those were below it."""
+        """The text with a mark at each live switch, and below it a line about each."""
         return "\n\n".join((with_marks(self.text, self.switch_lines, is_over=True), *notes(self.switch_lines)))
 
     @property
@@ -83,7 +82,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What is kept of a conversation beside its messages; ``leaf`` is the id of the last one of its path."""
+    """What is saved of a conversation except its messages; ``leaf`` is the id of the last message of its path."""
 
     title: str
     system: str | None
@@ -94,11 +93,10 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """A conversation as it is now, beside what is known to be on disk.
+    """A conversation as it is now (``header``, ``messages``) and as it was last written or read.
 
-    ``header`` and ``messages``, in their order, are all there is now; ``saved_header``, None for a new conversation,
-    and ``saved`` are what was last written or read. What differs is to be written, no more: another application may
-    have changed the rest.
+    ``saved_header`` is None for a new conversation. Only differences are written, because another application may have
+    changed the rest.
     """
 
     id: str
@@ -110,7 +108,7 @@ class Changes:
 
     @property
     def changed(self) -> list[Message]:
-        """The messages that are new or not as they were written."""
+        """The messages that are new or differ from the saved ones."""
         return [message for id, message in self.messages.items() if self.saved.get(id) is not message]
 
     @property
@@ -123,8 +121,8 @@ class Conversation:
     """Questions and answers alternate along every path; ``leaf`` is the last message of the current one.
 
     ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one. ``mode``
-    is the KV mode it was last in and ``params`` what was asked for in it, "" and empty where neither is known. One that
-    is not ``is_kept`` leaves nothing on disk.
+    is its last KV mode and ``params`` the parameters given for it; "" and empty if unknown. Without ``is_kept`` it
+    leaves nothing on disk.
     """
 
     is_kept = True
@@ -145,7 +143,7 @@ class Conversation:
         self.title = title
         self.created = time.time() if created is None else created
         self.messages: dict[str, Message] = {}
-        self._below: dict[str | None, list[str]] = {}  # ids of the messages below each, in the order of ``messages``
+        self._children: dict[str | None, list[str]] = {}  # ids, in the order of ``messages``
         for message in messages:
             self._put(message)
         self.system = system
@@ -158,7 +156,7 @@ class Conversation:
 
     @property
     def leaf(self) -> Message | None:
-        """The last message of the path, None while it is empty."""
+        """The last message of the path, None if it is empty."""
         return self.messages.get(self._leaf or "")
 
     @property
@@ -173,7 +171,7 @@ class Conversation:
 
     @property
     def stats(self) -> list[Stats]:
-        """The cost of each answer, those on other branches included."""
+        """The cost of each answer, on every branch."""
         return [message.stats for message in self.messages.values() if message.stats]
 
     def path_to(self, id: str | None) -> list[Message]:
@@ -185,25 +183,25 @@ class Conversation:
         return path[::-1]
 
     def siblings(self, id: str) -> list[Message]:
-        """The messages with the same parent, ``id`` among them."""
-        return [self.messages[sibling] for sibling in self._below[self.messages[id].parent]]
+        """The messages with the same parent as ``id``, including it."""
+        return [self.messages[sibling] for sibling in self._children[self.messages[id].parent]]
 
     def last_text(self) -> str:
-        """The text of the leaf, empty before the first."""
+        """The text of the leaf, empty without one."""
         return self.leaf.text if self.leaf else ""
 
     def command(self, sampling: Sampling) -> Chat:
-        """The whole path as a command to answer its last question, or to go on with its last answer."""
+        """The command to answer the last question of the path, or to continue its last answer."""
         return Chat(self._whole(), sampling, self._id_of_kept)
 
     def to_resume(self) -> Resume:
-        """The whole path as a command to go over to it."""
+        """The command to make this the engine's current conversation."""
         return Resume(self._id_of_kept, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 
     def ask(self, text: str, pinned: bool = False) -> Message:
-        """Add a question below the last answer; a question without one is left as a sibling."""
+        """Add a question below the last answer; if the path ends with a question, the new one becomes its sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
             self.title = shorten(attachments.folded(text))
@@ -219,7 +217,7 @@ class Conversation:
         model: str = "",
         thought: str = "",
     ) -> Message:
-        """Set the text of the answer to the last question; without an ``ending`` more is to come."""
+        """Set the text of the answer to the last question; without an ``ending`` it is not finished."""
         answer = self.leaf if self._ends_with("assistant") else None
         answer = answer or Message(parent=self._leaf, role="assistant", text="")
         changed = replace(answer, text=text, ending=ending, receipt=receipt, stats=stats)
@@ -232,24 +230,24 @@ class Conversation:
         return message
 
     def pin(self, id: str, pinned: bool) -> Message:
-        """Pin a message, or no longer; it as it is then."""
+        """Pin or unpin a message; return it."""
         self.messages[id] = replace(self.messages[id], pinned=pinned)
         return self.messages[id]
 
     def mark_switches(self, id: str, changes: tuple[ModeChange, ...]) -> None:
-        """Put other live switches in place of those of an answer."""
+        """Replace the live switches of an answer."""
         self.messages[id] = replace(self.messages[id], switch_lines=changes)
 
     def withdraw(self) -> str:
-        """Take back the last question and return its text; one that has answers on other branches stays, for ``""``."""
+        """Take back the last question and return its text; if it has answers, return to the newest and give ``""``."""
         question = self.leaf
         if question is None or question.role != "user":
             return ""
-        if self._below.get(question.id):
+        if self._children.get(question.id):
             self.select(question.id)
             return ""
         del self.messages[question.id]
-        self._below[question.parent].remove(question.id)
+        self._children[question.parent].remove(question.id)
         self.go_to(question.parent)
         return question.text
 
@@ -263,7 +261,7 @@ class Conversation:
     # ---- choosing a path -------------------------------------------------------------------------
 
     def go_to(self, id: str | None) -> None:
-        """End the path with the message ``id``, None before the first question; later ones stay in the tree."""
+        """End the path with the message ``id``, or with None before the first question; the tree stays as it is."""
         self._leaf = id
 
     def select(self, id: str) -> None:
@@ -282,7 +280,7 @@ class Conversation:
     # ---- saving ----------------------------------------------------------------------------------
 
     def changes(self) -> Changes | None:
-        """What is to be saved; None if nothing changed since it was, or nothing was said yet."""
+        """What to save; None if nothing changed since the last save, or there is no message yet."""
         changes = Changes(
             id=self.id,
             created=self.created,
@@ -297,22 +295,22 @@ class Conversation:
         return changes if is_header_due or changes.changed or changes.removed else None
 
     def mark_saved(self, changes: Changes) -> None:
-        """``changes`` are on disk; what was said since they were asked for is not."""
+        """Note that ``changes`` are on disk; later ones are not."""
         self._saved_header, self._saved = changes.header, dict(changes.messages)
 
     def _put(self, message: Message) -> None:
-        """Add a message to the tree, or replace it where it stands."""
+        """Add a message to the tree, or replace it in its place."""
         if message.id not in self.messages:
-            self._below.setdefault(message.parent, []).append(message.id)
+            self._children.setdefault(message.parent, []).append(message.id)
         self.messages[message.id] = message
 
     def _whole(self) -> tuple[Turn, ...]:
-        """The turns of the path with the system prompt before them."""
+        """The system prompt and the turns of the path."""
         return (*((Turn("system", self.system),) if self.system else ()), *self.turns)
 
     @property
     def _id_of_kept(self) -> str:
-        """The id by which the engine keeps its K/V; "" for one that leaves nothing on disk."""
+        """The id under which the engine keeps K/V; "" for a conversation that leaves nothing on disk."""
         return self.id if self.is_kept else ""
 
     def _ends_with(self, role: str) -> bool:
@@ -320,36 +318,36 @@ class Conversation:
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text as a title of one line."""
+    """The beginning of a text as a title on one line."""
     line = " ".join(text.split())
     return line if len(line) <= TITLE_CHARACTERS else f"{line[: TITLE_CHARACTERS - 1].rstrip()}…"
 
 
 def marks(changes: Sequence[ModeChange]) -> list[str]:
-    """The mark of each switch: numbered where there are several."""
+    """The mark of each switch, numbered if there are several."""
     return [MARK + (str(number).translate(DIGITS) if len(changes) > 1 else "") for number in range(1, len(changes) + 1)]
 
 
 def notes(changes: Sequence[ModeChange]) -> list[str]:
-    """What each switch was, behind its mark."""
+    """The line about each switch, after its mark."""
     return [f"{mark} {change.line}" for mark, change in zip(marks(changes), changes, strict=True)]
 
 
 def with_marks(text: str, changes: Sequence[ModeChange], is_over: bool) -> str:
-    """``text`` with a mark behind the word that was being said at each switch, in no code; before and after it none.
+    """``text`` with a mark after the word at each switch inside it, never in code.
 
-    While the text goes on a mark waits for the end of that word: what is drawn stays as it is.
+    Until the answer ``is_over`` a mark appears only at the end of its word, so that drawn text never changes.
     """
-    searched, end = f"{text}\n" if is_over else text, len(text)
+    searched, length = f"{text}\n" if is_over else text, len(text)
     for mark, change in reversed([*zip(marks(changes), changes, strict=True)]):
-        behind = _word_end(searched, change.chars) if 0 < change.chars < end else None
-        if behind is not None:
-            text = f"{text[:behind]} {mark}{text[behind:]}"
+        end = _word_end(searched, change.chars) if 0 < change.chars < length else None
+        if end is not None:
+            text = f"{text[:end]} {mark}{text[end:]}"
     return text
 
 
 def _word_end(text: str, place: int) -> int | None:
-    """The end of the word at ``place`` or of the next one, outside of code."""
+    """The end of the word at ``place`` or of the next word, outside of code; None if there is none yet."""
     outside = _code_end(text, place)
     while outside is not None:
         words = _WORD_END.finditer(text, max(outside - MOST_PUNCTUATION, 0))
@@ -360,7 +358,7 @@ def _word_end(text: str, place: int) -> int | None:
 
 
 def _code_end(text: str, place: int) -> int | None:
-    """The end of the fenced code that ``place`` is in, ``place`` where it is in none; None where the code goes on."""
+    """The end of the fenced code around ``place``; ``place`` if it is outside of code, None if the code is open."""
     opened = ""
     for fence in _FENCE.finditer(text):
         if not opened:
@@ -375,7 +373,7 @@ def _code_end(text: str, place: int) -> int | None:
 
 
 def read_stats(values: object) -> Stats | None:
-    """Stats from what JSON held; what another version had beside is left out, all where a figure means another kind."""
+    """Stats from JSON; unknown figures of another version are dropped, and all if one has another type."""
     try:
         return _STATS.validate_python(values)
     except ValueError:
@@ -383,9 +381,9 @@ def read_stats(values: object) -> Stats | None:
 
 
 def in_words(params: Params) -> list[str]:
-    """``window 64``, and of another mode's that auto's hold ``speculative window 64``."""
+    """``window 64``; of a mode's parameters inside those of auto, ``speculative window 64``."""
     found = list[str]()
     for name, value in params.items():
-        held = value if isinstance(value, Mapping) else {"": value}
-        found += [" ".join(filter(None, (name, inner, str(one)))) for inner, one in held.items() if one is not None]
+        values = value if isinstance(value, Mapping) else {"": value}
+        found += [" ".join(filter(None, (name, of, str(each)))) for of, each in values.items() if each is not None]
     return found

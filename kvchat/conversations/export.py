@@ -1,4 +1,4 @@
-"""Conversations as files: the path shown as Markdown for reading, the whole tree as JSON that kvchat reads back."""
+"""Conversations as files: the current path as Markdown, or the whole tree as JSON, which kvchat imports."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
-NAME_CHARACTERS = 60  # of a file that is named by a title: four bytes each at most, and a name may have 255
-MAX_BYTES = 64 * 2**20  # of a file that is imported
+NAME_CHARACTERS = 60  # of a file named by a title: up to four bytes each, and a name may have 255
+MAX_BYTES = 64 * 2**20  # of an imported file
 MARKDOWN = ".md"
 
 
 def provenance(conversation: Conversation) -> str:
-    """When it was begun, the models that answered on its path, and its mode with what was asked for in that."""
+    """When the conversation began, the models that answered on its path, and its mode with the given parameters."""
     models = dict.fromkeys(message.model for message in conversation.path if message.model)
     mode = ", ".join((f"{conversation.mode} mode", *in_words(conversation.params))) if conversation.mode else ""
     return " · ".join(filter(None, (_moment(conversation.created), ", ".join(models), mode)))
 
 
 def _cost(message: Message) -> str:
-    """The line below an answer: when it was given, by which model, and its receipt; "" below a question."""
+    """The line below an answer: its time, its model and its receipt; "" for a question."""
     if message.role != "assistant":
         return ""
     return " · ".join(filter(None, (_moment(message.created), message.model, message.receipt)))
 
 
 def _moment(seconds: float) -> str:
-    """A time in seconds since the epoch as ``2026-11-26 09:24``, here."""
+    """Seconds since the epoch as local time, ``2026-11-26 09:24``."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """The path as Markdown, each message under a heading; before it where it comes from, below an answer its cost."""
+    """The path as Markdown: its provenance, each message under a heading, and each answer's cost below it."""
     parts = [f"# {conversation.title}", f"*{provenance(conversation)}*"]
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
@@ -83,10 +83,10 @@ def to_json(conversation: Conversation) -> str:
 
 
 def destination(conversation: Conversation, given: str) -> Path:
-    """The file that a person means by ``given``: a path, a folder, or nothing for the folder here.
+    """The file that a person means by ``given``: a path, a folder, or nothing for the current folder.
 
-    In a folder, or where only a format is given (``json``, ``.json``), the file is named by the conversation's title,
-    with a number behind it where there is one already. A name without an ending is one of Markdown.
+    In a folder, or if only a format is given (``json``, ``.json``), the conversation's title names the file, with a
+    number if that name is taken. A name without an ending gets Markdown's.
     """
     path = Path(os.path.expanduser(given))
     wanted = f".{given.lower().removeprefix('.')}"
@@ -102,7 +102,7 @@ def destination(conversation: Conversation, given: str) -> Path:
 
 
 def _file_name(title: str) -> str:
-    """A title as the name of a file on any system, without its ending."""
+    """A title as a file name that any system accepts, without an ending."""
     plain = re.sub(r'[\x00-\x1f\x7f/\\:*?"<>|]+', " ", title)
     return " ".join(plain.split())[:NAME_CHARACTERS].strip(" .") or "conversation"
 
@@ -111,8 +111,7 @@ def write(conversation: Conversation, path: Path) -> None:
     """Write a conversation to a new file, in the format of its ending.
 
     Raises:
-        UsageError: the ending names no format, the file exists, its folder does not, it cannot be written, or nothing
-            has been said yet.
+        UsageError: the ending names no format, as ``write_new``, or the conversation is empty.
     """
     check_ending(path, FORMATS)
     if not conversation.path:
@@ -121,7 +120,7 @@ def write(conversation: Conversation, path: Path) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write ``text`` to a new file in a folder that is there.
+    """Write ``text`` to a new file in an existing folder.
 
     Raises:
         UsageError: it exists, its folder does not, or it cannot be written.
@@ -131,10 +130,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def check_ending(path: Path, formats: Iterable[str]) -> None:
-    """Check that a file's name ends as one of ``formats`` does.
-
+    """
     Raises:
-        UsageError: it does not.
+        UsageError: the file's name has none of the endings of ``formats``.
     """
     if path.suffix not in formats:
         raise UsageError(f'"{path}" has no known file ending.', hint=f"Use one of {', '.join(formats)}.")
@@ -144,16 +142,16 @@ def read(path: Path) -> Conversation:
     """Read a conversation that was exported as JSON.
 
     Raises:
-        UsageError: the file cannot be read, or is none of them; DoesNotFitError: it is too large for one.
+        UsageError: the file cannot be read or has another format; DoesNotFitError: it is too large.
     """
     return from_json(files.load(path, MAX_BYTES), str(path))
 
 
 def from_json(data: bytes, name: str) -> Conversation:
-    """Read what ``to_json`` wrote, with new ids; ``name`` is the file's, for errors.
+    """Read what ``to_json`` wrote, with new ids; errors name the file ``name``.
 
     Raises:
-        UsageError: it is no such file, or its messages are no tree of questions and answers.
+        UsageError: it has another format, or its messages are not a tree of alternating questions and answers.
     """
     try:
         file = _File.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
@@ -164,14 +162,14 @@ def from_json(data: bytes, name: str) -> Conversation:
     ids: dict[str, str] = {}
     roles: dict[str | None, str] = {None: "assistant"}
     conversation = Conversation(file.system, title=file.title, created=file.created, mode=file.mode, params=file.params)
-    for given in file.messages:
-        if given.id in ids:
-            raise _refusal(name, f"Two messages have the id {given.id}.")
-        if given.parent not in roles or roles[given.parent] == given.role:
-            raise _refusal(name, f"The message {given.id} does not follow one of the other role.")
-        ids[given.id], roles[given.id] = new_id(), given.role
-        parent = None if given.parent is None else ids[given.parent]
-        conversation.add(replace(given, id=ids[given.id], parent=parent))
+    for message in file.messages:
+        if message.id in ids:
+            raise _refusal(name, f"Two messages have the id {message.id}.")
+        if message.parent not in roles or roles[message.parent] == message.role:
+            raise _refusal(name, f"The message {message.id} does not follow one of the other role.")
+        ids[message.id], roles[message.id] = new_id(), message.role
+        parent = None if message.parent is None else ids[message.parent]
+        conversation.add(replace(message, id=ids[message.id], parent=parent))
     if file.leaf is not None and file.leaf not in ids:
         raise _refusal(name, f"Its last message {file.leaf} is not in it.")
     conversation.go_to(None if file.leaf is None else ids[file.leaf])

@@ -1,9 +1,8 @@
 """The database of conversations: one SQLite file that several applications may use at once.
 
-It is in WAL mode: what was saved survives the end of the process at any moment. ``user_version`` counts the migrations.
-Deleted conversations can be restored for ``RESTORABLE_S``. Files with K/V lie beside it: the engine writes them,
-deleting a conversation sets its file aside. They are a convenience: what cannot be moved or is missing is computed
-again.
+It is in WAL mode: saved messages survive the end of the process at any moment. ``user_version`` counts the migrations.
+Deleted conversations can be restored for ``RESTORABLE_S``. The engine writes files with K/V to a folder next to it;
+deleting a conversation renames its file. K/V that are missing are computed again, so errors with them are ignored.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from kvchat.conversations.conversation import (
 )
 from kvchat.errors import KvchatError, UsageError
 
-BUSY_S = 2.0  # what another application's write may take
-LOCKED, FULL = "locked", "is full"  # SQLite says so
+BUSY_S = 2.0  # waited for another application's write
+LOCKED, FULL = "locked", "is full"  # in SQLite's messages
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
-MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
+MARK = ("\ue000", "\ue001")  # around the words found in an excerpt; from Unicode's private use area
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
-CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
+MUTABLE = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
 _SUMMARY = (
     "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
     " FROM conversation AS c"
@@ -55,15 +54,15 @@ _SCAN = (
     " FROM message JOIN conversation AS c ON c.id = message.conversation WHERE c.deleted IS NULL"
 )
 _HAS = "instr(lower(message.text), lower(?))"
-# Scripts without spaces between words, and Korean, whose words have endings: the index has runs of their characters.
+# Scripts without spaces between words, and Korean, whose words have endings: the index sees a run of these as one word.
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1980-\u19ff\u1a20-\u1aaf\u2e80-\u31ff\u3400-\u9fff\ua980-\ua9ff"
     "\uaa60-\uaaff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
 )
 LONGEST_EXCERPT = 2000  # characters: a word of the index may be as long as a message
-EXCERPT = (40, 100)  # characters before and behind the first word that was found
-# ``parent`` is no foreign key: a branch that another application withdrew must not keep an answer from being saved.
-# ``row`` joins the full-text index, which keeps no text of its own.
+EXCERPT = (40, 100)  # characters before and after the first word found
+# ``parent`` is no foreign key, so that an answer can be saved even if another application withdrew its question.
+# ``row`` joins the full-text index, which stores no text of its own.
 MIGRATIONS = (
     (
         """CREATE TABLE conversation (
@@ -108,7 +107,7 @@ MIGRATIONS = (
         "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
     ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",),
-    ("UPDATE message SET switch_lines = '[]' WHERE switch_lines LIKE '[[%'",),  # before each was an object
+    ("UPDATE message SET switch_lines = '[]' WHERE switch_lines LIKE '[[%'",),  # from when each was a list
 )
 ASIDE = ".deleted"
 
@@ -132,13 +131,13 @@ class Summary:
 
 
 class ConversationStore:
-    """``path`` None keeps everything in memory. Use it from one thread at a time.
+    """``path`` None keeps everything in memory. Only one thread may use it at a time.
 
-    Every method raises StoreError where the database cannot be used.
+    Every method raises StoreError if the database cannot be used.
     """
 
     def __init__(self, path: Path | None, busy_s: float | None = None) -> None:
-        """Open the database, and make or migrate it; another program's lock is waited for so long, else as in a write.
+        """Open, create or migrate the database, waiting up to ``busy_s`` (by default ``BUSY_S``) for a lock.
 
         Raises:
             StoreError: it cannot be opened, is damaged, or was made by a newer version.
@@ -159,12 +158,12 @@ class ConversationStore:
     # ---- one conversation ------------------------------------------------------------------------
 
     def save(self, changes: Changes) -> None:
-        """Write what differs from what was saved, and what is missing of what that builds on: all, or none.
+        """Write the changes, and messages above them that are no longer stored, in one transaction.
 
-        Another application may have written meanwhile. What it changed and this one did not stays; a question that it
-        has answered is not deleted; of a text that both changed, what it wrote is kept as a sibling.
+        Another application may have written meanwhile. Its changes to anything else stay; a question that it answered
+        is not deleted; if both changed a text, its version is kept as a sibling.
         """
-        with self._errors("written"), self._db:  # which rolls back what fails
+        with self._errors("written"), self._db:  # rolls back on an error
             self._db.execute("BEGIN IMMEDIATE")
             is_new = self._save_header(changes)
             rows = self._db.execute("SELECT id FROM message WHERE conversation = ?", (changes.id,))
@@ -186,7 +185,7 @@ class ConversationStore:
         """Read a conversation with all its branches.
 
         Raises:
-            UsageError: there is none with this id.
+            UsageError: there is no conversation with this id.
         """
         conversation = self._read(id)
         if (changes := conversation.changes()) is not None:
@@ -194,7 +193,7 @@ class ConversationStore:
         return conversation
 
     def _read(self, id: str) -> Conversation:
-        """The conversation as if nothing of it were saved."""
+        """The conversation, not yet marked as saved."""
         with self._errors("read"):
             header = self._db.execute(
                 "SELECT id, title, system, created, leaf, mode, params FROM conversation"
@@ -213,11 +212,11 @@ class ConversationStore:
             except (ValueError, TypeError):
                 raise sqlite3.DatabaseError("a record in it is malformed") from None
         if header["leaf"] is not None and conversation.leaf is None and conversation.messages:
-            conversation.go_to([*conversation.messages][-1])  # another application withdrew the last one
+            conversation.go_to([*conversation.messages][-1])  # another application withdrew the leaf
         return conversation
 
     def rename(self, id: str, title: str) -> None:
-        """Give a conversation another title; it stays where it is in the order."""
+        """Change a conversation's title; its place in the order stays."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET title = ? WHERE id = ?", (_storable(shorten(title)), id))
 
@@ -231,7 +230,7 @@ class ConversationStore:
                 kv.rename(aside)
 
     def restore(self, id: str) -> bool:
-        """Bring back what ``delete`` deleted; False if there is no such conversation any more."""
+        """Restore a deleted conversation; False if it no longer exists."""
         with self._errors("written"):
             found = self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,)).rowcount > 0
         for kv, aside in self._saved_kv(id):
@@ -245,16 +244,15 @@ class ConversationStore:
         return next(iter(self.recent(limit=1)), None)
 
     def recent(self, limit: int = LISTED) -> list[Summary]:
-        """The conversations, the one written to last first."""
+        """The conversations, the last changed first."""
         with self._errors("read"):
             rows = self._db.execute(f"{_SUMMARY} WHERE c.deleted IS NULL ORDER BY c.updated DESC LIMIT ?", (limit,))
             return [Summary(**dict(row)) for row in rows]
 
     def search(self, text: str, limit: int = LISTED) -> list[Summary]:
-        """The conversations whose title has ``text`` or where one message has all its words, the last as a prefix.
+        """The conversations whose title contains ``text`` or that have a message with all its words, the last a prefix.
 
-        Words are found in any script and case. What the index knows no words of, as it is written without spaces, is
-        looked for anywhere in a message, as are signs.
+        Case does not matter. Signs, and words of scripts that the index does not split, match anywhere in a message.
         """
         words = text.replace("\0", " ").split()  # SQLite ends a query at NUL
         if not words:
@@ -266,8 +264,8 @@ class ConversationStore:
                 (_storable(text.strip()), limit),
             )
             found = {row["id"]: Summary(**dict(row)) for row in titled}
-            saying = self._saying([_storable(word) for word in words])
-            for row in saying:  # more than one message of a conversation may match: the best comes first
+            matches = self._matches([_storable(word) for word in words])
+            for row in matches:  # the best first; several messages of a conversation may match
                 if len(found) >= limit:
                     break
                 if (summary := found.get(row["id"])) is None:
@@ -275,17 +273,17 @@ class ConversationStore:
                 if not summary.message:
                     excerpt = row["excerpt"][:LONGEST_EXCERPT] or _excerpt(row["text"], words)
                     found[summary.id] = replace(summary, message=row["message"], excerpt=excerpt)
-            saying.close()
+            matches.close()
         return list(found.values())
 
     def _saved_kv(self, id: str) -> Iterator[tuple[Path, Path]]:
-        """The file of a conversation's K/V, and the name it has while it can be restored; none beside memory."""
+        """The file of a conversation's K/V, and its name while the conversation is deleted; none without a ``path``."""
         if self.path:
             kv = paths.saved_kv(self.path.parent / paths.SAVED_KV_FOLDER, id)
             yield kv, kv.with_name(kv.name + ASIDE)
 
     def _save_header(self, changes: Changes) -> bool:
-        """Write what changed of the header; whether the conversation is not on disk, perhaps not any more."""
+        """Write the changes of the header; True if the conversation was not on disk, perhaps no longer."""
         header = _columns(changes.header)
         found = self._db.execute("SELECT 1 FROM conversation WHERE id = ?", (changes.id,)).fetchone()
         saved = _columns(changes.saved_header) if found and changes.saved_header else {}
@@ -293,14 +291,14 @@ class ConversationStore:
         if found:
             self._write("conversation", changes.id, {**due, "updated": time.time(), "deleted": None})
         else:
-            made = {"id": changes.id, "created": changes.created, "updated": time.time()}
-            self._insert("conversation", {**made, **header})
+            times = {"created": changes.created, "updated": time.time()}
+            self._insert("conversation", {"id": changes.id, **times, **header})
         return found is None
 
     def _update(self, message: Message, saved: Message | None) -> None:
-        """Write what differs from what was ``saved``; what another application made of the text becomes a sibling."""
+        """Write what differs from ``saved``; another application's version of the text becomes a sibling."""
         values, before = _values(message), _values(saved) if saved else {}
-        due = {name: values[name] for name in CHANGING if name not in before or before[name] != values[name]}
+        due = {name: values[name] for name in MUTABLE if name not in before or before[name] != values[name]}
         if saved and "text" in due:
             text = self._db.execute("SELECT text FROM message WHERE id = ?", (message.id,)).fetchone()["text"]
             if text != before["text"] and not due["text"].startswith(text):
@@ -321,25 +319,25 @@ class ConversationStore:
         columns = ", ".join(f"{name} = ?" for name in values)
         self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values.values(), id))
 
-    def _saying(self, words: list[str]) -> sqlite3.Cursor:
-        """The messages with all the words, the best first, or the newest where the index is of no use."""
-        anywhere = [word for word in words if _is_anywhere(word)]
+    def _matches(self, words: list[str]) -> sqlite3.Cursor:
+        """The messages with all the words, the best first; the newest first if the index has none of the words."""
+        anywhere = [word for word in words if _is_unindexed(word)]
         forms = [sorted({normalize(form, word) for form in ("NFC", "NFD")}) for word in anywhere]
         has_all = "".join(f" AND ({' OR '.join([_HAS] * len(each))})" for each in forms)
         sought = [form for each in forms for form in each]
         if len(anywhere) == len(words):
             return self._db.execute(f"{_SCAN}{has_all} ORDER BY message.row DESC", sought)
-        match = _match([word for word in words if word not in anywhere], is_last_begun=words[-1] not in anywhere)
+        match = _match([word for word in words if word not in anywhere], is_last_prefix=words[-1] not in anywhere)
         return self._db.execute(f"{_SEARCH}{has_all} ORDER BY rank", (*MARK, match, *sought))
 
     @contextmanager
-    def _errors(self, done: str) -> Iterator[None]:
+    def _errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
             reason = _reason(error)
             refused = StoreError(
-                f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
+                f"The conversations in {self.path} cannot be {action}.", f"{reason.capitalize()}.", _hint(reason)
             )
             refused.is_passing = LOCKED in reason or FULL in reason
             raise refused from error
@@ -368,7 +366,7 @@ def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Bring the tables up to date, all steps or none."""
+    """Bring the tables up to date in one transaction."""
     if _version(db) == len(MIGRATIONS):
         return
     db.execute("BEGIN IMMEDIATE")
@@ -409,7 +407,7 @@ def _hint(reason: str) -> str:
 
 
 def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
-    """The messages above ``ids`` and above the leaf, itself included."""
+    """The ids of the messages ``ids`` and the leaf, and of those above them."""
     above: set[str] = set()
     for id in (*ids, changes.header.leaf):
         message = changes.messages.get(id or "")
@@ -437,40 +435,40 @@ def _message(row: sqlite3.Row) -> Message:
 
 
 def _storable(value: Any) -> Any:
-    """A lone surrogate has no UTF-8."""
+    """The value with ``?`` in place of lone surrogates, which UTF-8 cannot encode."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def folded(text: str) -> str:
-    """A text for comparison in any case, however its accents are spelled."""
+    """A text for comparing regardless of case and of how its accents are encoded."""
     return normalize("NFC", normalize("NFC", text).casefold())
 
 
-def _is_anywhere(word: str) -> bool:
-    """True if the index does not have it as a word: for it marks over and under letters end one, and signs are none."""
+def _is_unindexed(word: str) -> bool:
+    """True if the index does not have it as a word: signs are not indexed, and combining marks split words."""
     composed, is_sign = normalize("NFC", word), not any(map(str.isalnum, word))
     return is_sign or bool(_UNSPACED.search(composed)) or any(category(one)[0] == "M" for one in composed)
 
 
-def _match(words: list[str], is_last_begun: bool) -> str:
-    """An FTS5 query: every word literally, in any case and spelling; the last one perhaps as a prefix."""
+def _match(words: list[str], is_last_prefix: bool) -> str:
+    """An FTS5 query for every word, in any case and Unicode form; with ``is_last_prefix`` the last one may go on."""
     queries = []
     for number, word in enumerate(words, 1):
-        end = "*" if is_last_begun and number == len(words) else ""
-        folded_once = word.casefold()
-        cased = (word, folded_once, folded_once.replace("ss", "ß"), word.lower(), word.upper(), word.title())
-        spelled = dict.fromkeys(normalize(form, one) for one in cased for form in ("NFC", "NFD"))
-        quoted = ('"' + one.replace('"', '""') + '"' + end for one in spelled)
+        end = "*" if is_last_prefix and number == len(words) else ""
+        lower = word.casefold()
+        cased = (word, lower, lower.replace("ss", "ß"), word.lower(), word.upper(), word.title())
+        forms = dict.fromkeys(normalize(form, each) for each in cased for form in ("NFC", "NFD"))
+        quoted = ('"' + each.replace('"', '""') + '"' + end for each in forms)
         queries.append(f"({' OR '.join(quoted)})")
     return " AND ".join(queries)
 
 
 def _excerpt(text: str, words: list[str]) -> str:
-    """The text around the first of the words, with all of them between ``MARK``."""
-    spelled = {normalize(form, word) for word in words for form in ("NFC", "NFD")}
-    sought = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))), re.IGNORECASE)
-    found = sought.search(text)
+    """The text around the first word found, with all words found between ``MARK``."""
+    forms = {normalize(form, word) for word in words for form in ("NFC", "NFD")}
+    pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
+    found = pattern.search(text)
     first, last = found.span() if found else (0, 0)
     start, end = max(first - EXCERPT[0], 0), last + EXCERPT[1]
-    shown = sought.sub(lambda one: one[0].join(MARK), text[start:end])
+    shown = pattern.sub(lambda match: match[0].join(MARK), text[start:end])
     return f"{'…' * (start > 0)}{shown}{'…' * (end < len(text))}"
