@@ -1,7 +1,7 @@
 """kvchat: chat with local models whose KV manager switches live.
 
-The Python API is ``kvchat.load``; torch and transformers are imported only when it is first used. Where torch was not
-imported before, its threads wait for each other as they do in the application (``process.spin_briefly``).
+The Python API is ``kvchat.load``; torch and transformers are imported when it is first used. Unless torch is already
+imported, its threads then wait as in the application (``process.spin_briefly``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Session", "__version__", "load", "open_session"]
 
 def __getattr__(name: str) -> Any:
     if name in ("Session", "load", "open_session"):
-        if "torch" not in sys.modules:  # it reads the environment once
+        if "torch" not in sys.modules:  # torch reads the environment once
             from kvchat.paths import name_home
             from kvchat.process import spin_briefly
 

@@ -8,7 +8,7 @@ import threading
 
 
 def main() -> None:
-    """Run the command line; Ctrl+C while it is still being imported ends it in silence, as it does later."""
+    """Run the command line; Ctrl+C ends it silently, even while it is being imported."""
     _open_streams()
     if sys.platform == "win32":
         sys.exit("kvchat runs on Linux and macOS only; on Windows, run it in WSL2.")
@@ -19,7 +19,7 @@ def main() -> None:
     try:
         run()
     except SystemExit as ended:
-        if threading.active_count() == 1:  # nobody is at work any more
+        if threading.active_count() == 1:  # no other thread is working
             from kvchat.process import end
 
             end(ended.code)
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open what this was started without, as by ``2>&-``: else the next file gets its number, and what is printed."""
+    """Open streams that are closed, as by ``2>&-``; else the next file opened gets the number and the output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

@@ -1,12 +1,12 @@
 """Every error kvchat shows to a person.
 
-KvchatError                 anything safe to show: a title, what was given, what to do
+KvchatError                 anything safe to show: a title, details, what to do
 ├── UsageError              wrong flags, prompt or settings                     exit code 2
 │   ├── ModelError          the model cannot be found, read or supported        exit code 2
-│   └── TooMuchPinnedError  a mode would keep little beside what is pinned      exit code 2
+│   └── TooMuchPinnedError  pinned tokens leave a mode too little room          exit code 2
 ├── DoesNotFitError         context, budget or memory is too small; has numbers exit code 3
 │   ├── ContextFullError    longer than the model's context                     exit code 3
-│   └── OutOfMemoryError    memory ran out in the middle of work                exit code 3
+│   └── OutOfMemoryError    memory ran out during work                          exit code 3
 └── EngineError             the engine failed while working                     exit code 1
 """
 
@@ -15,16 +15,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-ENDS = (".", "?", "!", ":", "…", '."')  # of a sentence; what others say may have none
-MANY = 20  # words in a refusal: all parameters or ids of keys fill the screen
-INSTEAD = "/model loads a model on this machine, where modes switch live."  # of what a server decides
+ENDS = (".", "?", "!", ":", "…", '."')  # of a sentence; messages of other programs may lack one
+MANY = 20  # known words that a message lists: all parameters or ids of keys would fill the screen
+INSTEAD = "/model loads a model on this machine, where modes switch live."  # the hint if a server runs the model
 
 
 class KvchatError(Exception):
-    """Base of all errors that may be shown as they are.
+    """Base of all errors that are shown to a person.
 
-    ``title`` is one human sentence; ``detail`` says what was given and why it is refused; ``hint``
-    says what to do. ``str(error)`` joins them.
+    ``title`` is one sentence, ``detail`` the cause with its numbers, ``hint`` what to do. ``str(error)`` joins them.
     """
 
     exit_code = 1
@@ -51,17 +50,17 @@ class ModelError(UsageError):
 
 
 class TooMuchPinnedError(UsageError):
-    """A mode would have too little room beside what is pinned."""
+    """Pinned tokens leave a mode too little room."""
 
 
 class DoesNotFitError(KvchatError):
-    """Context, budget or memory is too small for what was asked; the message carries the numbers."""
+    """Context, budget or memory is too small; the message has the numbers."""
 
     exit_code = 3
 
 
 class ContextFullError(DoesNotFitError):
-    """A conversation is longer than the model's context: ``tokens``, 0 where they were not counted."""
+    """A conversation of ``tokens`` tokens (0 if not counted) is longer than the model's context."""
 
     def __init__(self, title: str, detail: str = "", hint: str = "", tokens: int = 0) -> None:
         super().__init__(title, detail, hint)
@@ -69,7 +68,7 @@ class ContextFullError(DoesNotFitError):
 
 
 class OutOfMemoryError(DoesNotFitError):
-    """Memory ran out in the middle of work; what was stored before is kept."""
+    """Memory ran out during work; tokens stored before are kept."""
 
 
 class EngineError(KvchatError):
@@ -77,15 +76,15 @@ class EngineError(KvchatError):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The one known word that ``given`` is a part of, else the one most like it; empty if none is near."""
+    """The only known word that contains ``given``, else the most similar one; empty if none is similar."""
     words, given = {word.lower(): word for word in known}, given.lower()
-    having = [word for word in words if given and given in word]
-    near = having if len(having) == 1 else difflib.get_close_matches(given, words, n=1)
+    containing = [word for word in words if given and given in word]
+    near = containing if len(containing) == 1 else difflib.get_close_matches(given, words, n=1)
     return words[near[0]] if near else ""
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A sentence naming the known words, and the nearest one where there is one; beside it not more than ``MANY``."""
+    """The nearest known word, if there is one, and a list of all; with a nearest word of up to ``MANY``."""
     words = sorted(known)
     near, listed = nearest(str(given), words), f"Known: {', '.join(words)}."
     if not near:
@@ -94,16 +93,16 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def check_known(given: str, known: Collection[str], kind: str) -> None:
-    """Refuse what is not ``known``, by UsageError; ``kind`` says what is looked for."""
+    """Raise UsageError unless ``given`` is ``known``; ``kind`` is what the words name."""
     if given not in known:
         raise UsageError(f'There is no {kind} "{given[:200]}".', did_you_mean(given, known))
 
 
 def resolve(given: str, known: Iterable[str], kind: str) -> str:
-    """The known word that ``given`` is or begins; of ``mode`` and ``model`` the one that begins the other.
+    """The known word that ``given`` is or begins; if one match begins all others, such as ``mode`` of ``model``, that.
 
     Raises:
-        UsageError: no known word begins so, or several do; ``kind`` says what is looked for.
+        UsageError: no known word begins so, or several do; ``kind`` is what the words name.
     """
     words = list(known)
     exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]

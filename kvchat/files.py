@@ -1,8 +1,7 @@
-"""Files: written whole or not at all, and texts that a person names.
+"""Files that are written whole or not at all, and texts that a person names.
 
-A full disk or a crash leaves what was there before. No pipe is waited for. Files are made with mode 0600, missing
-folders with 0700. Texts are in UTF-8, or in UTF-16 where a byte order mark says so, as editors on Windows write them;
-the mark is no part of one, and whatever is wrong with it is said by its name.
+A full disk or a crash leaves the old file. No pipe is waited for. New files get mode 0600, new folders 0700. Texts are
+UTF-8, or UTF-16 with a byte order mark, as editors on Windows write them; the mark is removed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.units import size
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, none left of a quota, or of what a file may have
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, in the quota, or in a file
 MARK = "\ufeff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -28,7 +27,7 @@ def read(path: Path, most: int = -1) -> bytes:
     """The first ``most`` bytes of the regular file at ``path``, by default all.
 
     Raises:
-        OSError: it cannot be read, or is something that need not have an end, such as a pipe or a device.
+        OSError: it cannot be read, or may be endless, as a pipe or a device.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -50,10 +49,10 @@ def load(path: Path, limit: int | None = None) -> bytes:
 
 
 def limited(raw: bytes, limit: int, name: str) -> bytes:
-    """The bytes of ``name``, of which one more than ``limit`` was asked for.
+    """``raw``, the beginning of the file ``name``, read with one byte more than ``limit``.
 
     Raises:
-        DoesNotFitError: there are more.
+        DoesNotFitError: there are more than ``limit``.
     """
     if len(raw) > limit:
         raise DoesNotFitError(f"{name} is too large.", f"At most {size(limit)} are read.", "Shorten it.")
@@ -61,10 +60,10 @@ def limited(raw: bytes, limit: int, name: str) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the file at ``path``, or the file that a link there names, by ``data``.
+    """Replace the file at ``path``, or the file that a link there points to, by ``data``.
 
     Raises:
-        OSError: it cannot be written; the old file is as it was.
+        OSError: it cannot be written; the old file is unchanged.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(data)  # a device or a pipe such as /dev/stdout must not be replaced by a file
@@ -85,10 +84,10 @@ def write(path: Path, data: bytes) -> None:
 
 
 def save(path: Path, data: bytes, hint: str) -> None:
-    """``write`` for a person; ``hint`` is the advice where the disk has room.
+    """``write`` for a person; ``hint`` is the advice unless the disk is full.
 
     Raises:
-        UsageError: it cannot be written; the old file is as it was.
+        UsageError: it cannot be written; the old file is unchanged.
     """
     try:
         write(path, data)
@@ -97,10 +96,9 @@ def save(path: Path, data: bytes, hint: str) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Refuse what is no new file in a folder that is there, before there is anything to write.
-
+    """
     Raises:
-        UsageError: it exists, or its folder does not.
+        UsageError: the file exists, or its folder does not.
     """
     if os.path.lexists(path):
         raise UsageError(f"{path} exists.", hint="Choose another name.")
@@ -108,41 +106,40 @@ def check_new(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a file that has no folder, before there is anything to write.
-
+    """
     Raises:
-        UsageError: the folder is not there.
+        UsageError: the file's folder does not exist.
     """
     if not os.path.isdir(path.absolute().parent):
         raise UsageError(f"There is no folder {path.absolute().parent}.", hint="Create it first.")
 
 
 def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
-    """The error for a file that could not be written; ``hint`` is the advice where the disk has room."""
+    """The error for a file that could not be written; ``hint`` is the advice unless the disk is full."""
     hint = "Free some disk space, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
     return UsageError(f"{path} cannot be written.", f"{reason(error)}.", hint)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """The reason why a path is no use; Python refuses one with NUL as a value, each version in other words."""
+    """The reason for an error with a path; a ValueError means a NUL, for which each Python has other words."""
     return error.strerror or str(error) if isinstance(error, OSError) else "There is a NUL in its name"
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add ``data`` at the end of the file at ``path``.
+    """Append ``data`` to the file at ``path``.
 
     Raises:
-        OSError: it cannot be written whole; the file is as it was.
+        OSError: not all of it can be written; the file is unchanged.
     """
     with open_log(path) as file:
         append_to(file, data)
 
 
 def append_to(file: FileIO, data: bytes) -> None:
-    """Add ``data`` at the end of a file of ``open_log``.
+    """Append ``data`` to a file of ``open_log``.
 
     Raises:
-        OSError: it cannot be written whole; the file is as it was.
+        OSError: not all of it can be written; the file is unchanged.
     """
     size = os.fstat(file.fileno()).st_size
     if (file.write(data) or 0) < len(data):
@@ -159,7 +156,7 @@ def open_log(path: Path) -> FileIO:
     make_folder(path.parent)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
-    os.set_blocking(descriptor, True)  # only opening a pipe without a reader would wait for ever
+    os.set_blocking(descriptor, True)  # O_NONBLOCK is only for opening, which would wait for the reader of a pipe
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(PermissionError):  # another user's file keeps its mode
             os.fchmod(descriptor, 0o600)
@@ -167,7 +164,7 @@ def open_log(path: Path) -> FileIO:
 
 
 def name_temporary_folder() -> None:
-    """Let a process start on a full disk, where Python finds no temporary folder and torch cannot be imported."""
+    """Name a temporary folder on a full disk, where Python finds none and torch could not be imported."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -175,20 +172,20 @@ def name_temporary_folder() -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing.
+    """Create a folder and its missing parents.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
-    for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def read_text(file: Path, limit: int | None = None) -> str:
-    """The text of a regular file, with a newline at the end of each line.
+    """The text of a regular file, as ``for_a_model``.
 
     Raises:
-        UsageError: it cannot be read, or is not UTF-8; DoesNotFitError: it has more than ``limit`` bytes.
+        UsageError: it cannot be read, or is not text; DoesNotFitError: it has more than ``limit`` bytes.
     """
     text = for_a_model(load(file, limit), str(file))
     if "\0" in text:
@@ -197,7 +194,7 @@ def read_text(file: Path, limit: int | None = None) -> str:
 
 
 def for_a_model(raw: bytes, name: str) -> str:
-    """``decoded``, with the newlines that models know: what ends lines on Windows changes their answers.
+    """``decoded``, with CRLF as a newline, because CRLF changes the answers of models.
 
     Raises:
         UsageError: as ``decoded``.
@@ -206,10 +203,10 @@ def for_a_model(raw: bytes, name: str) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """The text of the bytes of ``name``.
+    """The text in the bytes of the file ``name``.
 
     Raises:
-        UsageError: they are neither UTF-8 nor UTF-16 with a mark.
+        UsageError: they are neither UTF-8 nor UTF-16 with a byte order mark.
     """
     form = "UTF-16" if raw.startswith(WIDE) and len(raw) % 2 == 0 else "UTF-8"
     try:
@@ -220,11 +217,11 @@ def decoded(raw: bytes, name: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """A text without the mark that editors begin a file in UTF-8 with; files that were joined may have several."""
+    """``text`` without byte order marks, of which joined files have several."""
     return text.removeprefix(MARK).replace(f"\n{MARK}", "\n")
 
 
 def unreadable(name: str, error: OSError | ValueError, kind: type[KvchatError] = UsageError) -> KvchatError:
-    """The error for the file ``name`` that the system does not let this process read."""
+    """The error for the file ``name``, which could not be read."""
     hint = "Name a file in it." if isinstance(error, IsADirectoryError) else "Check its name and permissions."
     return kind(f"{name} cannot be read.", f"{reason(error)}.", hint)

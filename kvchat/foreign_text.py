@@ -1,8 +1,8 @@
 """Text that kvchat did not write, made harmless for a terminal.
 
-A control character becomes a visible mark: U+2400 and the following for C0 and DEL, ‹U+009B› for C1 and what embeds,
-isolates or overrides a direction, which may reorder the rest of a line, U+FFFD for a lone surrogate. Newline and tab
-stay, and so do direction marks, which texts from right to left are written with.
+Control characters become visible marks: C0 and DEL become U+2400 and the following, lone surrogates U+FFFD. C1, and
+characters that embed, isolate or override a direction and so could reorder the rest of a line, become ‹U+009B›.
+Newlines, tabs and the direction marks of right-to-left texts stay.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _CONTROL = re.compile("[" + "".join(re.escape(chr(code)) for code in MARKS) + "]
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with a mark for every control character, and CRLF as a newline."""
+    """``text`` with a mark for every control character, and CRLF as a newline."""
     if not _CONTROL.search(text):
         return text
     return text.replace("\r\n", "\n").translate(MARKS)
 
 
 def typed(text: str) -> str:
-    """``visible``, but for what changes a direction: a text that goes on to a model keeps it."""
+    """``visible``, except that characters which change a direction stay, because the text goes to a model."""
     return text.replace("\r\n", "\n").translate(_OF_TYPED) if _CONTROL.search(text) else text
 
 
 def visible_fields(value: Any) -> Any:
-    """Return ``value`` with every string in it ``visible``: in dataclasses, tuples, lists and dicts, also in keys."""
+    """``value`` with every string in it ``visible``: in dataclasses, tuples, lists and dicts, keys included."""
     match value:
         case str():
             return visible(value)

@@ -1,8 +1,7 @@
-"""Libraries that may be missing or do too much: how they are installed, and that none runs code from a hub unasked.
+"""Optional libraries: the commands that install them, and what keeps them from running code from a hub.
 
-A package is installed where this kvchat is: into a virtual environment, by pipx or by uv. No package index has kvchat,
-so the packages of its extras are named themselves. Where ``kernels`` is
-installed, other packages download and run compiled code.
+Commands install into kvchat's own environment, with pip, pipx or uv. They name the packages of an extra, because no
+package index has kvchat. If the package ``kernels`` is installed, other packages download and run compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 from kvchat.errors import UsageError
 
-# The packages of kvchat's extras that are asked for while it runs, as pyproject.toml has them.
+# Packages of the extras that kvchat suggests at run time, as in pyproject.toml.
 EXTRAS = {
     "ao": ("torchao>=0.16", "accelerate>=1.1"),
     "baselines": ("xllamacpp>=2026.1",),
@@ -35,24 +34,23 @@ EXTRAS = {
     "remote": ("openai>=3.57", "httpx2>=2.12", "prometheus-client>=0.20"),
     "serve": ("starlette>=1.0", "uvicorn>=0.35", "prometheus-client>=0.21"),
 }
-# The extra that a quantization needs on a GPU, and nf4 on a CPU too.
+# The extra that a quantization needs on a GPU; nf4 needs it on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
-TRANSFORMERS = "USE_HUB_KERNELS"  # transformers reads it when it is imported
+TRANSFORMERS = "USE_HUB_KERNELS"  # read when transformers is imported
 BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
 
 def command(*packages: str, again: bool = False) -> str:
-    """The command, for a shell, that installs ``packages`` (as requirements) beside this kvchat, or installs them
-    ``again``."""
-    named, here = shlex.join(packages), Path(sys.prefix)
-    if (here / "pipx_metadata.json").is_file() and shutil.which("pipx"):
-        return f"pipx inject {'--force ' * again}{shlex.quote(here.name)} {named}"
-    python, options = shlex.quote(sys.executable), f"{'--force-reinstall ' * again}{_outside()}"
+    """The shell command that installs ``packages`` (requirements) into kvchat's environment, or installs them again."""
+    names, prefix = shlex.join(packages), Path(sys.prefix)
+    if (prefix / "pipx_metadata.json").is_file() and shutil.which("pipx"):
+        return f"pipx inject {'--force ' * again}{shlex.quote(prefix.name)} {names}"
+    python, options = shlex.quote(sys.executable), f"{'--force-reinstall ' * again}{_system_option()}"
     if find_spec("pip") is not None:
-        return f"{python} -m pip install {options}{named}"
-    if shutil.which("uv"):  # its own environments have no pip
-        return f"uv pip install {'--reinstall ' * again}--python {python} {named}"
-    return f"{python} -m ensurepip && {python} -m pip install {options}{named}"
+        return f"{python} -m pip install {options}{names}"
+    if shutil.which("uv"):  # environments that uv makes have no pip
+        return f"uv pip install {'--reinstall ' * again}--python {python} {names}"
+    return f"{python} -m ensurepip && {python} -m pip install {options}{names}"
 
 
 def extra(name: str) -> str:
@@ -62,15 +60,15 @@ def extra(name: str) -> str:
 
 def absent(name: str) -> list[str]:
     """The packages of an extra that are not installed."""
-    packages = (one.partition(">")[0] for one in EXTRAS[name])
+    packages = (requirement.partition(">")[0] for requirement in EXTRAS[name])
     return [package for package in packages if find_spec(package.replace("-", "_")) is None]
 
 
 def require(name: str, what: str) -> None:
-    """Refuse ``what`` where a package of one of kvchat's ``EXTRAS`` is not installed.
+    """Check that the packages of an extra are installed; ``what`` needs them.
 
     Raises:
-        UsageError: one is not; with the command that installs them.
+        UsageError: a package is not installed; with the command that installs the extra.
     """
     if packages := absent(name):
         verb = "is" if len(packages) == 1 else "are"
@@ -79,32 +77,32 @@ def require(name: str, what: str) -> None:
 
 
 def lacking(quantize: str, device: str) -> list[str]:
-    """The packages that weights quantized so need on a device, and that are not installed; "auto" may be a CPU."""
+    """The packages that a quantization needs on a device and that are not installed; the device "auto" may be a CPU."""
     is_needed = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
     return absent(EXTRA_OF[quantize]) if is_needed else []
 
 
 def check(quantize: str, device: str) -> None:
-    """Refuse a quantization that lacks a package, before torch is imported.
+    """Check a quantization before torch is imported.
 
     Raises:
-        UsageError: a package is not installed.
+        UsageError: a package that it needs is not installed.
     """
     if lacking(quantize, device):
         require(EXTRA_OF[quantize], f"quantize={quantize}")
 
 
-def _outside() -> str:
-    """The option without which pip refuses to install into a system's own Python."""
+def _system_option() -> str:
+    """The option that lets pip install into a system's own Python; empty elsewhere."""
     in_environment = sys.prefix != sys.base_prefix
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
     return "" if in_environment or not managed else "--break-system-packages "
 
 
 def prepare_transformers() -> None:
-    """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so.
+    """Keep transformers from loading kernels from a hub, unless the environment allows it, and from listing its models.
 
-    It lists its models only for who asks for more than a module: for that it would read 1,700 files, three times.
+    It lists them by reading 1,700 files three times, which is postponed until an attribute needs it.
     """
     os.environ.setdefault(TRANSFORMERS, "NO")
     if _unlisted not in sys.meta_path:
@@ -112,7 +110,7 @@ def prepare_transformers() -> None:
 
 
 class _Unlisted(Loader):
-    """Imports the packages that list transformers' models as ``Later``, the first time; then they are found as ever."""
+    """Imports the packages that list transformers' models as ``Later`` the first time, and normally after that."""
 
     def __init__(self) -> None:
         self._left = {"transformers", "transformers.models"}
@@ -128,14 +126,14 @@ class _Unlisted(Loader):
         return Later(spec.name, {"__version__": metadata.version("transformers")})
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing of it is run."""
+        """Run none of its code."""
 
 
 _unlisted = _Unlisted()
 
 
 class Later(ModuleType):
-    """In place of a module until more of it is asked for than is ``known``; then all its ``family`` are imported."""
+    """Stands in for a module until an attribute that is not ``known`` is needed; then its ``family`` is imported."""
 
     def __init__(self, name: str, known: dict[str, Any], family: Collection[str] = ()) -> None:
         super().__init__(name)
@@ -144,7 +142,7 @@ class Later(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         of_package = name == "__path__" and any(other.startswith(f"{self.__name__}.") for other in self._family)
-        if name.startswith("__") and not of_package:  # what an import looks for in any module
+        if name.startswith("__") and not of_package:  # an import looks for these in any module
             raise AttributeError(name)
         if "__path__" in vars(self) and find_spec(f"{self.__name__}.{name}"):
             return importlib.import_module(f"{self.__name__}.{name}")
@@ -155,7 +153,7 @@ class Later(ModuleType):
 
 
 def import_bitsandbytes(load: Callable[[str], Any] = importlib.import_module) -> Any:
-    """Import bitsandbytes, which on a CPU that multiplies bfloat16 takes a kernel from a hub meanwhile, or warns.
+    """Import bitsandbytes without letting it load a kernel from a hub, or warn, on a CPU that multiplies bfloat16.
 
     Raises:
         ImportError: it is not installed.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PcieLink:
-    """A PCIe link: its generation, and its width in lanes."""
+    """A PCIe link's generation and its width in lanes."""
 
     generation: int | None = None
     width: int | None = None
@@ -47,10 +47,10 @@ class PcieTraffic:
 
 
 class GpuReader:
-    """Readings of one GPU; all of them are None where NVML does not know it.
+    """Readings of one GPU; all are None if NVML does not know it.
 
-    ``device`` is NVML's number of the GPU ("0"), or the UUID of a GPU or MIG instance, with or without its prefix
-    "GPU-" or "MIG-" (torch gives it without).
+    ``device`` is NVML's number of the GPU ("0"), or the UUID of a GPU or MIG instance, with or without the prefix
+    "GPU-" or "MIG-" (torch has it without).
     """
 
     def __init__(self, device: str) -> None:
@@ -64,7 +64,7 @@ class GpuReader:
         return self._handle is not None
 
     def info(self) -> GpuInfo:
-        """Read what describes the GPU."""
+        """Read the GPU's properties."""
         return GpuInfo(
             name=self._read("nvmlDeviceGetName", str),
             memory=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
@@ -78,7 +78,7 @@ class GpuReader:
         )
 
     def usage(self, name: str) -> Gpu:
-        """Read the load of the GPU, which is called ``name``."""
+        """Read the load of the GPU, shown as ``name``."""
         memory = self._read("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
         used, total = memory or (None, None)
         return Gpu(
@@ -108,7 +108,7 @@ class GpuReader:
         return PcieLink(*(self._read(name, int) for name in names))
 
     def _read(self, function: str, convert: Callable[[Any], T], *constants: str) -> T | None:
-        """Call NVML's ``function`` for this GPU and convert what it returns; ``constants`` are further arguments."""
+        """Call NVML's ``function`` for this GPU and convert its result; ``constants`` name further arguments."""
         if self._handle is None:
             return None
         nvml = self._nvml
@@ -116,9 +116,9 @@ class GpuReader:
 
 
 def visible_gpu(number: int = 0, environ: Mapping[str, str] = os.environ) -> GpuReader | None:
-    """Find the GPU that CUDA numbers ``number``, None if NVML does not know it or ``CUDA_VISIBLE_DEVICES`` hides it.
+    """The GPU with CUDA's ``number``; None if NVML does not know it or ``CUDA_VISIBLE_DEVICES`` hides it.
 
-    Without ``CUDA_VISIBLE_DEVICES`` NVML's own order counts, which may differ from CUDA's (fastest first).
+    Without ``CUDA_VISIBLE_DEVICES`` it is NVML's number, whose order may differ from CUDA's (fastest first).
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number)] if visible is None else [name.strip() for name in visible.split(",")][number : number + 1]
@@ -126,14 +126,14 @@ def visible_gpu(number: int = 0, environ: Mapping[str, str] = os.environ) -> Gpu
 
 
 def all_gpus() -> tuple[GpuReader, ...]:
-    """Every GPU of the machine in NVML's order, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
+    """Every GPU of the machine in NVML's order, including those that ``CUDA_VISIBLE_DEVICES`` hides."""
     nvml = _library()
     count = _or_none(lambda: int(nvml.nvmlDeviceGetCount())) or 0
     return tuple(reader for number in range(count) if (reader := GpuReader(str(number))).found)
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver, None without one."""
+    """The version of the NVIDIA driver; None without one."""
     nvml = _library()
     return _or_none(lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
@@ -158,12 +158,12 @@ def _names(device: str) -> tuple[str, ...]:
 
 
 def _own_bytes(processes: Any) -> int | None:
-    # In a container NVML lists process ids of the host, so this one's may be missing.
+    # In a container NVML lists the host's process ids, which may not include this process's.
     return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def _or_none(reading: Callable[[], T]) -> T | None:
     try:
         return reading()
-    except Exception:  # noqa: BLE001  # no library, no driver, or NVML's class for an error code: a missing reading
+    except Exception:  # noqa: BLE001  # no library, no driver, or NVML's class for an error code
         return None

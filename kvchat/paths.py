@@ -1,7 +1,7 @@
-"""The locations of kvchat's files; nothing here creates a file or a folder.
+"""The locations of kvchat's files; no function creates a file or a folder.
 
-``KVCHAT_CONFIG`` names another config.toml (its folder is then the config folder), ``KVCHAT_DATA_DIR`` one folder for
-data and state both.
+``KVCHAT_CONFIG`` names another config.toml (whose folder is then the config folder), ``KVCHAT_DATA_DIR`` a folder for
+both data and state.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import platformdirs
 PACKAGE = Path(__file__).parent
 SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 BUNDLED = "bundled"  # the name of the model that comes with kvchat
-INDEX = "model.safetensors.index.json"  # in a model's folder, if its weights are in several files
+INDEX = "model.safetensors.index.json"  # in the folder of a model whose weights are in several files
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that a short name loads: its GGUF file, and the Python package that brings it; "" where it has to be put
-    into ``models_dir``."""
+    """A model with a short name: its GGUF file, and the Python package that contains it; without one the file belongs
+    in ``models_dir``."""
 
     file: str
     package: str = ""
@@ -37,18 +37,18 @@ NAMED = {
 
 
 def is_server(model: str) -> bool:
-    """True if the name of a model is the address of a server that has it."""
+    """True if a model's name is the address of a server."""
     return model.lower().startswith(("http://", "https://"))
 
 
 def name_home() -> None:
-    """Let a process run for a user without a home, as containers have: what lies there is not there, nor can be."""
+    """Give a user without a home, as in containers, one in which no file exists or can be created."""
     if not os.path.isabs(os.environ.get("HOME", os.path.expanduser("~"))):
         os.environ["HOME"] = os.devnull
 
 
 def with_commit(version: str) -> str:
-    """A version and its commit, where it is known: of a build (``.ci/commit.py``) or a checkout."""
+    """A version, and the commit of a build (``.ci/commit.py``) or a checkout if it is known."""
     return f"{version} ({commit[:8]})" if (commit := _commit()) else version
 
 
@@ -58,13 +58,13 @@ def _commit() -> str:
     if not (PACKAGE.parent / ".git").exists():
         return ""
     command = ["git", "-C", str(PACKAGE.parent), "rev-parse", "HEAD"]
-    with suppress(OSError, subprocess.SubprocessError):  # no git, or a checkout of another user
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or another user's checkout
         return subprocess.run(command, capture_output=True, text=True, timeout=2, check=True).stdout.strip()
     return ""
 
 
 def config_file() -> Path:
-    """The settings; they need not exist."""
+    """The settings; the file need not exist."""
     given = os.environ.get("KVCHAT_CONFIG")
     return Path(os.path.expanduser(given)) if given else platformdirs.user_config_path("kvchat") / "config.toml"
 
@@ -75,12 +75,12 @@ def config_dir() -> Path:
 
 
 def server_keys_file() -> Path:
-    """The keys of servers, which others may not read."""
+    """The keys of servers; other users may not read it."""
     return config_dir() / "keys.toml"
 
 
 def data_dir() -> Path:
-    """The folder of what a person made with kvchat."""
+    """The folder of a person's conversations and calibrations."""
     return _given_data_dir() or platformdirs.user_data_path("kvchat")
 
 
@@ -95,32 +95,32 @@ def log_file() -> Path:
 
 
 def tested_file() -> Path:
-    """The models that passed their tests on this machine."""
+    """The list of models that passed their tests on this machine."""
     return state_dir() / "tested.json"
 
 
 def database() -> Path:
-    """The conversations."""
+    """The database of conversations."""
     return data_dir() / "chats.db"
 
 
 def saved_kv_dir() -> Path:
-    """The K/V of conversations, a file each."""
+    """The folder of conversations' K/V, a file each."""
     return data_dir() / SAVED_KV_FOLDER
 
 
 def served_kv_dir() -> Path:
-    """The K/V of what ``kvchat serve --keep`` answered, a file for each conversation."""
+    """The folder of K/V that ``kvchat serve --keep`` saves, a file for each conversation."""
     return data_dir() / "served"
 
 
 def server_slots_file() -> Path:
-    """The conversations whose K/V servers have in files of their own."""
+    """The list of conversations whose K/V servers have in files of their own."""
     return data_dir() / "server_slots.json"
 
 
 def saved_kv(folder: Path, conversation: str) -> Path:
-    """The file of a conversation in such a folder; an id that is no plain name, of an imported one, is rewritten."""
+    """The file of a conversation in a folder of K/V; an imported id that is not alphanumeric becomes hexadecimal."""
     name = (
         conversation
         if conversation.isascii() and conversation.isalnum()
@@ -130,7 +130,7 @@ def saved_kv(folder: Path, conversation: str) -> Path:
 
 
 def history_file() -> Path:
-    """Prompts sent before."""
+    """The history of prompts."""
     return state_dir() / "history"
 
 
@@ -155,7 +155,7 @@ def bundled_profiles_dir() -> Path:
 
 
 def bundled_themes_dir() -> Path:
-    """The shipped themes: inside an installed package, beside it in a checkout."""
+    """The shipped themes: inside an installed package, next to the package in a checkout."""
     inside = PACKAGE / "themes"
     return inside if inside.is_dir() else PACKAGE.parent / "themes"
 
@@ -166,40 +166,40 @@ def bundled_model_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder of models that were fetched by their names."""
+    """The folder of models that have short names."""
     given = _given_data_dir()
     return given / "models" if given else platformdirs.user_cache_path("kvchat") / "models"
 
 
 def packed_dir() -> Path:
-    """Weights as loading packed them, kept for the next load."""
+    """The folder of weights that loading packed, for the next load."""
     return models_dir().with_name("packed")
 
 
 def named_model(name: str) -> Path | None:
-    """The file of a model in ``NAMED``, in ``models_dir`` or in its package, which is not imported; None if absent."""
+    """The file of a model of ``NAMED``, in ``models_dir`` or its package (which is not imported); None if absent."""
     named = NAMED.get(name)
     if named is None:
         return None
-    places = [models_dir() / named.file]
+    candidates = [models_dir() / named.file]
     with suppress(metadata.PackageNotFoundError):
-        package = metadata.distribution(named.package) if named.package else None
-        places += [Path(str(file.locate())) for file in (package and package.files) or () if file.name == named.file]
-    return next((place for place in places if place.is_file()), None)
+        files = metadata.files(named.package) if named.package else None
+        candidates += [Path(str(file.locate())) for file in files or () if file.name == named.file]
+    return next((file for file in candidates if file.is_file()), None)
 
 
 def bundled_recording() -> Path:
-    """The demonstration that ``kvchat replay`` plays."""
+    """The recording that ``kvchat replay`` plays by default."""
     return PACKAGE / "replay" / "demo.jsonl.gz"
 
 
 def calibration_dir() -> Path:
-    """The person's own calibrations, one JSON file for each model revision."""
+    """The folder of the user's own calibrations, one JSON file for each model revision."""
     return data_dir() / "calibration"
 
 
 def bundled_calibration_dir() -> Path:
-    """Calibrations that come with kvchat."""
+    """The folder of calibrations that come with kvchat."""
     return PACKAGE / "models" / "calibration"
 
 

@@ -1,4 +1,4 @@
-"""This process: torch's threads, set before torch is imported, the processors' time, its memory and its parent."""
+"""The current process: torch's threads (set before torch is imported), processor time, memory, parent and end."""
 
 from __future__ import annotations
 
@@ -13,66 +13,65 @@ from typing import BinaryIO, NamedTuple
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESSORS = Path("/sys/devices/system/cpu")
-# Both are OpenMP's own: one that is set is somebody's choice.
-WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
-# Looks of a waiting thread before it sleeps, some 30 us: about what waking it costs, so that waiting costs at most
-# twice what it would if its length were known. Without any, a token of the bundled model takes twice as long.
+WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"  # OpenMP's; if the user sets one, both are left alone
+# Spins of a waiting thread before it sleeps, about 30 us. Waking it costs as much, so a wait costs at most twice the
+# optimum. Without any spins a token of the bundled model takes twice as long.
 SPINS = 3000
 NUM_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 PROCESSES = Path("/proc")
 STAT = PROCESSES / "stat"
-LATE = 200  # collections of the middle generation before a full one; Python's rule: 10
+LATE = 200  # collections of the middle generation before a full one; Python's default is 10
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads sleep after a short wait, unless the environment says how they shall wait.
+    """Let OpenMP's threads sleep after a short wait, unless the environment says how they wait.
 
-    By default they spin for milliseconds, which is only fast while every thread has a core of its own: beside any other
+    By default they spin for milliseconds, which is fast only while each thread has a core to itself. Under any other
     load they spin for threads that are not running, and decoding becomes many times slower. OpenMP reads the
-    environment once, when torch is imported. GNU's takes the count, others the policy: to sleep at once.
+    environment once, when torch is imported. GNU's obeys the count, others the policy, which lets them sleep at once.
     """
     if WAIT_POLICY not in os.environ and SPIN_COUNT not in os.environ:
         os.environ.update({WAIT_POLICY: "PASSIVE", SPIN_COUNT: str(SPINS)})
 
 
 def postpone_full_collections() -> None:
-    """Let the garbage collector look through everything late: a third of the time that imports take went into that."""
+    """Make full garbage collections rare: they took a third of the time of imports."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, LATE)
 
 
 def end(code: object = 0) -> None:
-    """End with ``code`` at once: Python frees what torch and transformers imported for a second first."""
+    """Exit with ``code`` without Python's cleanup, which takes a second to free torch and transformers."""
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):  # which Python tells of at its own end
+    except (OSError, ValueError):  # Python reports it on its own exit
         return
     if code is None or isinstance(code, int):
         os._exit(code or 0)
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """The command of another Python with these arguments; it imports nothing of the folder that it is started in.
+    """The command of another Python with these arguments.
 
-    Else a ``random.py`` there would be run in place of Python's own.
+    It imports no module from its working directory, so that a ``random.py`` there does not replace Python's own.
     """
     return sys.executable, "-P", *arguments
 
 
 def as_the_user_left_it() -> dict[str, str]:
-    """Return the environment without what ``spin_briefly`` set, for a process that is not kvchat's own code."""
+    """The environment without the variables of ``spin_briefly``, for a process that is not kvchat's own code."""
     ours = os.environ.get(SPIN_COUNT) == str(SPINS)
     return {name: value for name, value in os.environ.items() if not (ours and name in (WAIT_POLICY, SPIN_COUNT))}
 
 
 def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -> None:
-    """Let torch compute with a thread for each physical core, and with no more than the container grants processors.
+    """Limit torch to one thread per physical core, and to the number of processors that the container grants.
 
-    Two threads of one core share its arithmetic, and the kernel stops all threads once the container's time is used up.
-    Nothing is set where the environment says how many, or where every processor may be used.
+    Two threads of one core share its arithmetic, and the kernel stops all threads when the container's time is used up.
+    Nothing is set if the environment sets the number, or if every processor may be used.
     """
     share, cores = processor_share(cgroups), physical_cores(processors)
     most = [int(bound) for bound in (share, cores) if bound is not None]
@@ -82,24 +81,24 @@ def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -
 
 
 def usable_processors() -> Collection[int]:
-    """The numbers of the processors that this process may use; all of them where the system does not tell."""
+    """The numbers of the processors that this process may use; all of them if the system does not say."""
     if sys.platform != "linux":
         return range(os.cpu_count() or 1)
     return os.sched_getaffinity(0)
 
 
 def physical_cores(processors: Path = PROCESSORS) -> int | None:
-    """The physical cores among the processors this process may use; None where the system does not tell."""
+    """The number of physical cores among the processors this process may use; None if unknown."""
     if not processors.is_dir():
         return None
     usable = (processors / f"cpu{number}" for number in usable_processors())
-    # Of one core all processors name the same ones; numbers of cores are unique within a package or a die only.
+    # All processors of a core list the same siblings; core numbers are unique only within a package or die.
     siblings = {system_text(processor / "topology" / "thread_siblings_list") for processor in usable}
     return None if "" in siblings else len(siblings)
 
 
 def processor_share(cgroups: Path = CGROUPS) -> float | None:
-    """The processor time the container grants, in processors (cgroup v2 or v1); None without a limit."""
+    """The container's limit of processor time, in processors (cgroup v2 or v1); None without a limit."""
     quota, _, period = system_text(cgroups / "cpu.max").partition(" ")
     if not period:
         quota, period = (system_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
@@ -107,7 +106,7 @@ def processor_share(cgroups: Path = CGROUPS) -> float | None:
 
 
 def system_text(file: Path) -> str:
-    """What the system tells in a file of /proc or /sys, stripped; "" where it does not."""
+    """The text of a file of /proc or /sys, stripped; "" if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -115,7 +114,7 @@ def system_text(file: Path) -> str:
 
 
 class Spent(NamedTuple):
-    """Seconds since the machine's start, of all ``processors`` together: all there were, and those without work."""
+    """Processor seconds since the machine's start, summed over ``processors``: in total, and idle ones."""
 
     total: float
     idle: float
@@ -123,30 +122,26 @@ class Spent(NamedTuple):
 
 
 def processor_time(stat: Path = STAT) -> Spent | None:
-    """Read what was spent until now; None where the system does not tell."""
-    try:
-        told = stat.read_text()
-    except OSError:
-        return None
+    """The time of this process's usable processors until now; None if the system does not say."""
     usable = {f"cpu{number}" for number in usable_processors()}
-    lines = [fields for fields in map(str.split, told.splitlines()) if fields[:1] and fields[0] in usable]
+    lines = [fields for line in system_text(stat).splitlines() if (fields := line.split()) and fields[0] in usable]
     if not lines:
         return None
-    # User, nice, system, idle, waiting for a disk, interrupts, soft ones, stolen; a guest's time is part of the first.
+    # User, nice, system, idle, iowait, irq, softirq, steal; guest time, which follows, is part of user time.
     ticks = [[int(field) for field in fields[1:9]] for fields in lines]
     second = os.sysconf("SC_CLK_TCK")
     return Spent(sum(map(sum, ticks)) / second, sum(each[3] + each[4] for each in ticks) / second, len(lines))
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process, even a stopped one, as soon as its parent is gone; end if it is gone already.
+    """Have the kernel kill this process, even a stopped one, when its parent ends; exit if it has ended already.
 
-    ``parent`` is its process id: whoever is orphaned before this call hears of no death. Only Linux can do that;
-    elsewhere a process ends by the end of its stdin, which needs it to run. The parent is the thread that started the
-    process.
+    ``parent`` is the parent's process id, because a process orphaned before this call gets no signal. Only Linux can do
+    this; elsewhere a process ends with its stdin, for which it must be running. The kernel takes the thread that
+    started the process for its parent.
     """
     if sys.platform == "linux":
-        import ctypes  # a command that starts no engine needs none of it
+        import ctypes  # only an engine needs it
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if parent not in (None, os.getppid()):
@@ -154,16 +149,16 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout for the protocol alone: what a library prints goes to stderr, what it asks for is empty."""
+    """Stdin and stdout for the protocol alone: libraries print to stderr instead and read an empty stdin."""
     commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)
     os.dup2(2, 1)
     return commands, events
 
 
 def resident_bytes() -> int | None:
-    """Bytes in RAM; None where the system does not tell."""
+    """The process's bytes in RAM; None if the system does not say."""
     if sys.platform != "linux":
         import psutil
 

@@ -1,7 +1,7 @@
 """Thoughts before an answer: what a reasoning model writes between tags such as ``<think>`` and ``</think>``.
 
-Either the model writes the first tag, at the beginning of its answer, or the chat template has written it at the end of
-the prompt. A tag anywhere else is text: an answer may be about tags.
+The first tag is at the beginning of the answer, or at the end of the prompt if the chat template writes it. A tag
+anywhere else is text, because an answer may be about tags.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ NAMES = (
     *("seed:think", "longcat_think", "inner_thoughts", "internal_monologue"),
 )
 TAGS = (*(f"<{name}>" for name in NAMES), "[think]", "◁think▷", "<|begin_of_thought|>", "<|start_thinking|>")
-"""Tags that models begin a thought with, in small letters."""
+"""Tags that begin a thought, in lower case."""
 
-# The control tokens by which gpt-oss cuts an answer into parts, each with a head: <|start|>assistant<|channel|>final
-# <|message|>Hello.<|end|>. A part whose head is "analysis" is a thought.
+# gpt-oss divides an answer into parts by control tokens: <|start|>assistant<|channel|>final<|message|>Hello.<|end|>.
+# A part whose channel is "analysis" is a thought.
 START, CHANNEL, MESSAGE, END = PARTS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 THOUGHT, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 
 
 def end_of(tag: str) -> str:
-    """The tag that ends what ``tag`` begins."""
+    """The tag that ends the thought that ``tag`` begins."""
     for begin, end in (("begin", "end"), ("start", "end"), ("BEGIN", "END"), ("START", "END")):
         if tag.startswith(f"<|{begin}"):
             return tag.replace(begin, end, 1)
@@ -35,12 +35,12 @@ _EITHER = frozenset((*TAGS, *map(end_of, TAGS)))
 
 
 def is_tag(token: str) -> bool:
-    """True if a token is a tag of ``TAGS`` or ends what one begins."""
+    """True if a token is a tag of ``TAGS`` or the end of one."""
     return token.lower() in _EITHER
 
 
 def begun_with(text: str, tags: Sequence[str] = ()) -> str:
-    """The tag at the beginning of a text: one of ``TAGS``, in any case, or of a template's own ``tags``; else empty."""
+    """The tag at the beginning of ``text``, of ``TAGS`` in any case or of a template's own ``tags``; else empty."""
     begun = text.lstrip()
     for tag in (*tags, *TAGS):
         if begun[: len(tag)].lower() == tag.lower():
@@ -49,17 +49,17 @@ def begun_with(text: str, tags: Sequence[str] = ()) -> str:
 
 
 def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str]:
-    """Split an answer into the thought, empty without one, and what is said.
+    """Split an answer into its thought, empty without one, and the rest.
 
-    ``end`` is the tag that ends the thought where the prompt has begun it, or the model with the template's own tag. A
-    thought that is not over is all there is. ``ending`` is that of the answer, None while it goes on: one that ended by
-    itself and has a tag of ``TAGS`` at its beginning, but no end of it, is no thought.
+    ``end`` is the tag that ends the thought if the prompt began it, or the model with its template's own tag. A thought
+    that has not ended is the whole answer, unless a tag of ``TAGS`` began it and the answer ended by itself: then it is
+    no thought. ``ending`` is why the answer ended, None while it is being written.
     """
     begun = text.lstrip()
     own = (end.replace("/", "", 1),) if end else ()
     tag = begun_with(begun, own)
-    if begun and not tag and ending is None and any(one.lower().startswith(begun.lower()) for one in (*own, *TAGS)):
-        return "", ""  # it may become one, which a model repeats now and then behind that of the prompt
+    if begun and not tag and ending is None and any(each.lower().startswith(begun.lower()) for each in (*own, *TAGS)):
+        return "", ""  # it may become a tag; models sometimes repeat the prompt's
     if not (tag or end):
         return "", text
     thought, found, said = begun.removeprefix(tag).partition(end_of(tag) if tag else end)
@@ -69,7 +69,7 @@ def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str
 
 
 def goes_on(prompt: str) -> bool:
-    """True of a prompt that ends within a thought which is a part of its own: the answer goes on with it."""
+    """True if a prompt ends inside a thought of gpt-oss's form, which the answer continues."""
     return prompt.rfind(THOUGHT) > prompt.rfind(END)
 
 

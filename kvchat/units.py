@@ -28,7 +28,7 @@ def short(value: float | None) -> str:
 def size(value: float | None, digits: int = 1) -> str:
     """Bytes: ``6543210987`` -> ``6.1 GiB``; ``digits`` after the point, none from 100 on.
 
-    Two digits are for sizes that a person compares, such as what is needed with what is free.
+    Two digits are for sizes that a person compares, such as needed and free memory.
     """
     if value is None:
         return MISSING
@@ -68,7 +68,7 @@ def meter(share: float) -> str:
 
 
 def bars(values: Sequence[float | None], top: float | None = None) -> str:
-    """One block a value, a full one for ``top``, by default for the largest; a dot for what was not read."""
+    """A block for each value, a full one for ``top`` (by default the largest), a dot for a missing reading."""
     full, last = max(filter(None, values), default=0.0) if top is None else top, len(BARS) - 1
     return "".join(
         UNREAD if value is None else BARS[min(round(value / full * last), last) if full else 0] for value in values
