@@ -1,1 +1,1 @@
-"""The client of other servers: it knows them apart, talks to them and reads their own figures, without torch."""
+"""The client of other model servers: recognizes, uses and measures them, without torch."""

@@ -1,4 +1,4 @@
-"""One answer of a server: the frames of its stream become events, and their counts the receipt."""
+"""One answer of a server: turns the frames of its stream into events, and their counts into the receipt."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from kvchat.protocol.messages import Event, Finished, Prefilled, Sampling, Start
 from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, TRANSFORMERS, VLLM, whole
 
 THOUGHT = "<think>"
-RECENT = 32  # tokens that the speed is taken from
-TIMED_S = 0.1  # frames that come together tell no speed
-ITS_OWN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")  # of OpenAI's protocol
-REPEATED = {LLAMA: "repeat_penalty"}  # what a program calls it, where not as most do
+RECENT = 32  # frames that the speed is measured over
+TIMED_S = 0.1  # the least time that gives a speed: frames may arrive together
+OPENAI_FIELDS = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+REPETITION_PENALTY = {LLAMA: "repeat_penalty"}  # other programs call it repetition_penalty
 TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS, KVCHAT)
-CONTINUING = (VLLM, SGLANG)  # they begin another answer unless they are told; llama-server goes on by itself
+CONTINUING = (VLLM, SGLANG)  # continue an answer only if told to; llama-server does so by itself
 
 
 def request(
     kind: str, model: str, turns: Sequence[Turn], sampling: Sampling, template_args: Sequence[str]
 ) -> dict[str, Any]:
-    """The arguments of the openai library for an answer to the last turn, or for more of it.
+    """The openai library's arguments for an answer to the last turn, or for more of it.
 
-    What of the sampling is as kvchat has it without being told is left to the server.
+    Sampling values that are kvchat's defaults are left to the server.
     """
     extra: dict[str, Any] = {}
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": turn.role, "content": _said(turn, turn is turns[-1])} for turn in turns],
+        "messages": [{"role": turn.role, "content": _content(turn, turn is turns[-1])} for turn in turns],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": sampling.max_new_tokens,
     }
     changed = {name: value for name, value in vars(sampling).items() if value != getattr(Sampling(), name)}
-    asked |= {name: changed[name] for name in ITS_OWN if name in changed}
-    asked |= {"stop": list(sampling.stop)} if sampling.stop else {}
+    arguments |= {name: changed[name] for name in OPENAI_FIELDS if name in changed}
+    arguments |= {"stop": list(sampling.stop)} if sampling.stop else {}
     extra |= {name: changed[name] for name in ("top_k", "min_p") if name in changed}
     if "repetition_penalty" in changed:
-        extra[REPEATED.get(kind, "repetition_penalty")] = sampling.repetition_penalty
+        extra[REPETITION_PENALTY.get(kind, "repetition_penalty")] = sampling.repetition_penalty
     if kind == LLAMA:
         extra |= {"return_progress": True, "timings_per_token": True}
     if kind == VLLM:
-        asked["stream_options"]["continuous_usage_stats"] = True
+        arguments["stream_options"]["continuous_usage_stats"] = True
     if kind in CONTINUING and turns[-1].role == "assistant":
         extra |= {"continue_final_message": True, "add_generation_prompt": False}
     if template_args and kind in TAKING_VARIABLES:
         extra["chat_template_kwargs"] = parse_args(template_args)
-    return asked | ({"extra_body": extra} if extra else {})
+    return arguments | ({"extra_body": extra} if extra else {})
 
 
-def _said(turn: Turn, is_last: bool) -> str:
-    """A message without the thought before it, which templates leave out too; the last one's is gone on with."""
+def _content(turn: Turn, is_last: bool) -> str:
+    """A message without its thought, which templates drop too; the last message keeps one that is to be continued."""
     if turn.role != "assistant":
         return turn.content
     said = thoughts.split(turn.content, turn.thought)[1]
@@ -62,14 +62,14 @@ def _said(turn: Turn, is_last: bool) -> str:
 
 
 def open_thought(turn: Turn) -> str:
-    """The tag that ends the thought which going on with a message goes on with; empty where it is in none."""
+    """The tag that ends the thought which a message ends inside; empty if it does not end inside one."""
     begun = thoughts.begun_with(turn.content)
     end = turn.thought or (thoughts.end_of(begun) if begun else "")
     return end if turn.role == "assistant" and end not in turn.content else ""
 
 
 class Answer:
-    """What has come of an answer so far; ``within`` as ``open_thought``, ``clock`` in seconds."""
+    """An answer as it arrives; ``within`` as ``open_thought``, ``clock`` in seconds."""
 
     def __init__(self, sampling: Sampling, within: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._sampling, self._clock = sampling, clock
@@ -84,17 +84,17 @@ class Answer:
 
     @property
     def total(self) -> int:
-        """Tokens of prompt and answer; 0 while the server has not told the first."""
+        """Tokens of prompt and answer; 0 until the server reports those of the prompt."""
         return self.prompt_tokens + self.tokens if self.prompt_tokens else 0
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first token; None before it."""
+        """Seconds to the first token; None before that."""
         return self._first - self._began if self._first else None
 
     @property
     def recent_tokens_per_s(self) -> float | None:
-        """The speed of the last tokens; None where there are too few."""
+        """The speed of the last tokens; None if there are too few."""
         (begun, before), (now, tokens) = (self._stamps[0], self._stamps[-1]) if self._stamps else ((0.0, 0), (0.0, 0))
         return (tokens - before) / (now - begun) if now - begun >= TIMED_S else None
 
@@ -106,7 +106,7 @@ class Answer:
         """The events of one frame.
 
         Raises:
-            AttributeError, TypeError, ValueError, KeyError: it has not the form that it should have.
+            AttributeError, TypeError, ValueError, KeyError: its form is invalid.
         """
         extra = frame.model_extra or {}
         yield from self._count(frame.usage, extra.get("timings"), extra.get("prompt_progress"))
@@ -119,7 +119,7 @@ class Answer:
     def _count(self, usage: Any, timings: Any, progress: Any) -> Iterator[Event]:
         if timings:
             self._timings = timings
-            if (cached := timings.get("cache_n")) is not None:  # else nothing tells how long the prompt is
+            if (cached := timings.get("cache_n")) is not None:  # without it the prompt's length is unknown
                 self.reused_tokens = whole(cached)
                 self.prompt_tokens = self.reused_tokens + whole(timings.get("prompt_n"))
             if (predicted := timings.get("predicted_n")) is not None:
@@ -137,7 +137,7 @@ class Answer:
         yield from self._start()
 
     def _note_tokens(self, tokens: int) -> None:
-        """The server counts; else a frame is taken for a token, which it nearly always is."""
+        """Use the server's count; without one each frame counts as a token, which is nearly always right."""
         self.tokens, self._is_counted = max(tokens, self.tokens), True
 
     def _start(self) -> Iterator[Event]:
@@ -176,8 +176,8 @@ class Answer:
         yield Finished(reason, "".join(self._pieces), self._stats())
 
     def _stats(self) -> Stats:
-        taken = self._last - self._first
-        by_clock = (self.tokens - 1) / taken if taken >= TIMED_S and self.tokens > 1 else None
+        seconds = self._last - self._first
+        by_clock = (self.tokens - 1) / seconds if seconds >= TIMED_S and self.tokens > 1 else None
         drafted = whole(self._timings.get("draft_n"))
         accepted = f"{whole(self._timings.get('draft_n_accepted')):,} of {drafted:,}"
         return Stats(

@@ -1,7 +1,7 @@
-"""A server's own figures, from the text for Prometheus that vLLM, SGLang and llama-server give of themselves.
+"""A server's own figures, from the Prometheus metrics of vLLM, SGLang and llama-server.
 
-Names are those of vLLM 0.32, SGLang 0.5.23 and llama.cpp of October 2026. The parser takes ``_total`` off the names of
-some counters and puts it onto others, so that a sample is looked up without it.
+Names are those of vLLM 0.32, SGLang 0.5.23 and llama.cpp of October 2026. The parser removes ``_total`` from some
+counters' names and adds it to others', so samples are looked up without it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvchat.protocol.figures import ServerFigures
 from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, slots_of, whole
 
-LEAST_S = 0.5  # between two readings of a counter that a rate is made of
-NOT_TOLD = {
+LEAST_S = 0.5  # between two readings of a counter that give a rate
+UNAVAILABLE = {
     LLAMA: "needs llama-server --metrics",
     SGLANG: "needs SGLang's --enable-metrics",
 }
@@ -29,12 +29,12 @@ NONE = "the server has no metrics"
 
 
 class Samples:
-    """The samples of one reading by name, without ``_total``; of several engines or GPUs each name has several."""
+    """The samples of one reading by name, without ``_total``; with several engines or GPUs a name has several."""
 
     def __init__(self, text: str) -> None:
         """
         Raises:
-            ValueError: it is no such text.
+            ValueError: it is not in Prometheus' format.
         """
         self._samples: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
         for family in text_string_to_metric_families(text):
@@ -43,14 +43,14 @@ class Samples:
 
     def of(self, name: str, **labels: str) -> list[float]:
         found = self._samples.get(name.removesuffix("_total"), [])
-        return [value for given, value in found if labels.items() <= given.items() and 0 <= value < 2**63]
+        return [value for own, value in found if labels.items() <= own.items() and 0 <= value < 2**63]
 
     def sum(self, *names: str, **labels: str) -> float | None:
-        """The sum over the first of the names that there is; None without one."""
+        """The sum over the first of the names that has samples; None if none has."""
         return next((sum(values) for name in names if (values := self.of(name, **labels))), None)
 
     def mean(self, *names: str) -> float | None:
-        """The mean over the first of the names that there is; None without one."""
+        """The mean over the first of the names that has samples; None if none has."""
         return next((mean(values) for name in names if (values := self.of(name))), None)
 
     def labels(self, name: str) -> list[dict[str, str]]:
@@ -64,52 +64,52 @@ class MetricsReader:
         self, kind: str, address: Address, http: httpx2.AsyncClient, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._kind, self._address, self._http, self._clock = kind, address, http, clock
-        self._written: tuple[float, float] | None = None  # when, and tokens
+        self._last: tuple[float, float] | None = None  # the time of the last reading, and its generated tokens
         self._rate: float | None = None
 
     async def read(self) -> ServerFigures:
-        """The figures as they are now; where they cannot be read ``missing`` says why."""
-        nothing = ServerFigures(self._kind, self._address.place)
+        """The current figures; if they cannot be read, ``missing`` says why."""
+        empty = ServerFigures(self._kind, self._address.place)
         if self._kind not in FIGURES:
-            return replace(nothing, missing=NONE)
+            return replace(empty, missing=NONE)
         try:
             reply = await self._http.get(f"{self._address.root}/metrics")
             if not reply.is_success:
-                return replace(nothing, missing=NOT_TOLD.get(self._kind, f"/metrics returned {reply.status_code}"))
-            figures, written = FIGURES[self._kind](Samples(reply.text), nothing)
+                return replace(empty, missing=UNAVAILABLE.get(self._kind, f"/metrics returned {reply.status_code}"))
+            figures, generated = FIGURES[self._kind](Samples(reply.text), empty)
             if self._kind == LLAMA:
-                slots = await slots_of(self._address, self._http)  # none where it does not list them
-                capacity, used = (sum(whole(one.get(of)) for one in slots) for of in ("n_ctx", "n_prompt_tokens"))
+                slots = await slots_of(self._address, self._http)
+                capacity, used = (sum(whole(slot.get(of)) for slot in slots) for of in ("n_ctx", "n_prompt_tokens"))
                 figures = replace(figures, capacity=capacity or None, used_share=_share(used, capacity))
         except (httpx2.HTTPError, ValueError) as error:
-            return replace(nothing, missing=f"{type(error).__name__}: {error}"[:100])
-        speed = self._speed(written) if figures.tokens_per_s is None else figures.tokens_per_s
+            return replace(empty, missing=f"{type(error).__name__}: {error}"[:100])
+        speed = self._speed(generated) if figures.tokens_per_s is None else figures.tokens_per_s
         return replace(figures, tokens_per_s=speed)
 
-    def _speed(self, written: float | None) -> float | None:
-        """Tokens written a second for all users, since the reading before."""
+    def _speed(self, generated: float | None) -> float | None:
+        """Tokens per second for all users since the last reading; None at the first."""
         now = self._clock()
-        if written is None:
+        if generated is None:
             return None
-        if self._written is None or written < self._written[1]:  # the first one, or the server was started again
-            self._written, self._rate = (now, written), None
-        elif (taken := now - self._written[0]) >= LEAST_S:
-            self._written, self._rate = (now, written), (written - self._written[1]) / taken
+        if self._last is None or generated < self._last[1]:  # the first reading, or the server was restarted
+            self._last, self._rate = (now, generated), None
+        elif (seconds := now - self._last[0]) >= LEAST_S:
+            self._last, self._rate = (now, generated), (generated - self._last[1]) / seconds
         return self._rate
 
 
 def _of_vllm(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, float | None]:
-    asked, found = samples.sum("vllm:prefix_cache_queries"), samples.sum("vllm:prefix_cache_hits")
+    queries, hits = samples.sum("vllm:prefix_cache_queries"), samples.sum("vllm:prefix_cache_hits")
     drafted, accepted = (samples.sum(f"vllm:spec_decode_num_{one}_tokens") for one in ("draft", "accepted"))
-    beyond = samples.sum("vllm:external_prefix_cache_hits") or samples.sum("vllm:hisparse_cache_hits")
+    host_hits = samples.sum("vllm:external_prefix_cache_hits") or samples.sum("vllm:hisparse_cache_hits")
     return replace(
         figures,
         capacity=_blocks(samples.labels("vllm:cache_config_info")),
         used_share=samples.mean("vllm:kv_cache_usage_perc"),
-        prefix_share=_share(found, asked),
-        prefix_tokens=_count(found),
+        prefix_share=_share(hits, queries),
+        prefix_tokens=_count(hits),
         host_share=samples.mean("vllm:kv_offload_cpu_cache_usage_perc", "vllm:hisparse_host_cache_usage_perc"),
-        host_tokens=_count(beyond) or None,
+        host_tokens=_count(host_hits) or None,
         host_loaded_bytes=_count(samples.sum("vllm:kv_offload_load_bytes", "vllm:hisparse_host_to_device_bytes")),
         host_stored_bytes=_count(samples.sum("vllm:kv_offload_store_bytes")),
         running=_count(samples.sum("vllm:num_requests_running")),
@@ -119,8 +119,8 @@ def _of_vllm(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, f
 
 
 def _blocks(caches: Iterable[dict[str, Any]]) -> int | None:
-    """The tokens that vLLM's blocks hold, of all engines."""
-    sizes = [(one.get("num_gpu_blocks", ""), one.get("block_size", "")) for one in caches]
+    """The tokens that the blocks of all of vLLM's engines can hold."""
+    sizes = [(cache.get("num_gpu_blocks", ""), cache.get("block_size", "")) for cache in caches]
     return sum(int(blocks) * int(size) for blocks, size in sizes if blocks.isdecimal() and size.isdecimal()) or None
 
 
@@ -143,12 +143,12 @@ def _of_sglang(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures,
 
 
 def _of_llama(samples: Samples, figures: ServerFigures, prefix: str = "llamacpp") -> tuple[ServerFigures, float | None]:
-    read, found = samples.sum(f"{prefix}:prompt_tokens"), samples.sum(f"{prefix}:prompt_tokens_cached")
+    processed, hits = samples.sum(f"{prefix}:prompt_tokens"), samples.sum(f"{prefix}:prompt_tokens_cached")
     drafted, accepted = (samples.sum(f"{prefix}:spec_decode_num_{one}_tokens") for one in ("draft", "accepted"))
     return replace(
         figures,
-        prefix_share=None if read is None or found is None else _share(found, read + found),
-        prefix_tokens=_count(found),
+        prefix_share=None if processed is None or hits is None else _share(hits, processed + hits),
+        prefix_tokens=_count(hits),
         running=_count(samples.sum(f"{prefix}:requests_processing")),
         waiting=_count(samples.sum(f"{prefix}:requests_deferred")),
         drafts_share=_share(accepted, drafted),
@@ -161,7 +161,7 @@ FIGURES: dict[str, Callable[[Samples, ServerFigures], tuple[ServerFigures, float
     LLAMA: _of_llama,
     KVCHAT: partial(_of_llama, prefix="kvchat"),
 }
-"""The figures in the samples, and how many tokens the server has written."""
+"""The figures in the samples, and how many tokens the server has generated."""
 
 
 def _count(value: float | None) -> int | None:

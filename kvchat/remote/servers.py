@@ -1,6 +1,6 @@
-"""Servers of models: their addresses and keys, which program answers there, its models, and what it does with K/V.
+"""Model servers: their addresses and keys, which program answers there, its models, and what it can do with K/V.
 
-Each is asked over HTTP for at most ``PROBE_S``. What it answers is not trusted to be of the form that it should be.
+Each HTTP request takes at most ``PROBE_S``. Responses may have any form.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvchat.paths import is_server
 from kvchat.protocol.messages import RESERVED
 
 PROBE_S = 2.0
-MAX_SAID = 300  # characters of an answer that nobody expected
+MAX_SAID = 300  # characters of an unexpected response that are shown
 KEY = "KVCHAT_API_KEY"
 USUAL = tuple(f"http://127.0.0.1:{port}" for port in (8080, 9931, 8000, 30000, 11434, 1234))
-"""Where llama-server (of old and today), vLLM, SGLang, Ollama and LM Studio listen unless they are told otherwise."""
+"""The default addresses of llama-server (old and new), vLLM, SGLang, Ollama and LM Studio."""
 LLAMA, VLLM, SGLANG, OLLAMA, LM_STUDIO = "llama-server", "vLLM", "SGLang", "Ollama", "LM Studio"
 TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-compatible server"
 OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
-"""Who owns the models that a server lists, where its program says so."""
+"""Programs by the ``owned_by`` of the models that they list."""
 OFFERS = {
     LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in RAM; --cache-ram MIB keeps"
     " whole prompts there.",
@@ -44,12 +44,12 @@ OFFERS = {
     LM_STUDIO: "Its model settings choose the bits of the K/V and whether they stay on the GPU.",
     KVCHAT: "Its mode is chosen when it is started, by --mode and --budget.",
 }
-"""What a program does with K/V, and how it is told to."""
+"""What a program can do with K/V, and the options for it."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """``root`` has no ``/v1`` at its end, ``base`` has; ``model`` is empty where none is named."""
+    """``base`` ends with ``/v1``, ``root`` is without it; ``model`` is empty if the address names none."""
 
     root: str
     base: str
@@ -66,9 +66,9 @@ class Address:
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server. ``context`` in tokens and ``parameters`` are 0, ``weights`` empty where it does not say.
+    """A model of a server. ``context`` (in tokens), ``parameters`` and ``nbytes`` are 0, ``weights`` empty if unknown.
 
-    ``template_variables`` are names that its chat template looks at, as far as they are known.
+    ``template_variables`` are names that its chat template uses, if they are known.
     """
 
     id: str
@@ -82,7 +82,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Server:
-    """The program ``kind`` at an address, and its models, which may be none."""
+    """The program ``kind`` at an address, and its models, if it has any."""
 
     kind: str
     address: Address
@@ -90,7 +90,7 @@ class Server:
 
     @property
     def offers(self) -> str:
-        """What it does with K/V, in sentences; empty where nobody knows."""
+        """What it can do with K/V, in sentences; empty if unknown."""
         return OFFERS.get(self.kind, "")
 
     def choose(self) -> Served:
@@ -101,29 +101,29 @@ class Server:
         """
         wanted = self.address.model
         if not wanted and self.models:
-            return next((one for one in self.models if one.is_loaded), self.models[0])
-        found = next((one for one in self.models if wanted in (one.id, one.id.rpartition("/")[2])), None)
+            return next((model for model in self.models if model.is_loaded), self.models[0])
+        found = next((model for model in self.models if wanted in (model.id, model.id.rpartition("/")[2])), None)
         if found is None and wanted and self.kind == TRANSFORMERS:
-            return Served(wanted)  # it loads whatever it is asked for
+            return Served(wanted)  # it loads any model on request
         if found is None:
-            known, named = [one.id for one in self.models], f' "{wanted}"' if wanted else ""
+            known, named = [model.id for model in self.models], f' "{wanted}"' if wanted else ""
             title = f"{self.address.place} has no model{named}."
             raise ModelError(title, did_you_mean(wanted, known) if known else "", "Load one there first.")
         return found
 
 
 class NotReadyError(EngineError):
-    """The server is there and loads its model."""
+    """The server is still loading its model."""
 
 
 def parse(text: str) -> Address:
     """The address ``http://host:port[/v1[/chat/completions]][#model]``.
 
     Raises:
-        UsageError: it is none, or holds a password, which lists of processes and conversations would show.
+        UsageError: it is invalid, or contains a password, which lists of processes and conversations would show.
     """
     url, _, model = text.strip().partition("#")
-    url = re.sub(r"/(chat/)?completions/?$", "", url)  # as servers print where they answer
+    url = re.sub(r"/(chat/)?completions/?$", "", url)  # some servers print the whole URL
     try:
         parts = urlsplit(url)
         is_address = is_server(url) and bool(parts.hostname) and (parts.port or 1) > 0
@@ -138,10 +138,10 @@ def parse(text: str) -> Address:
 
 
 def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
-    """The key for a server: of its own line in the file of keys, else of the environment; "" without one.
+    """The key for a server, from its line in the file of keys, else from the environment; "" without one.
 
     Raises:
-        UsageError: others may read the file, it is no list of keys, or the key cannot be sent; none repeats a key.
+        UsageError: others may read the file, it is not a list of keys, or the key cannot be sent; no error shows a key.
     """
     file = paths.server_keys_file()
     try:
@@ -159,8 +159,8 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     key = keys.get(address.root, environ.get(KEY, ""))
     if not isinstance(key, str):
         raise UsageError(f"The key of {address.root} in {file} is not text.", hint=EXAMPLE)
-    key = key.strip()  # the end of the line that it was copied with
-    if not (key.isascii() and key.isprintable()):  # libraries repeat the header that they refuse
+    key = key.strip()  # a newline may have been copied with it
+    if not (key.isascii() and key.isprintable()):  # libraries would show the header that they refuse
         raise UsageError(
             f"The key of {address.root} cannot be sent.",
             "It has characters that are not printable ASCII.",
@@ -169,12 +169,12 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     return key
 
 
-OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # what those that render templates give to each
+OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # given to every template by programs that render them
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 
 def client(address: Address, key: str | None = None) -> httpx2.AsyncClient:
-    """A client that sends the server's key, by default that of ``key_of``, and follows no other address with it.
+    """A client that sends ``key``, by default ``key_of``, and follows no redirect with it.
 
     Raises:
         UsageError: as ``key_of``.
@@ -188,11 +188,11 @@ async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
     """Find out which program answers at an address, and its models.
 
     Raises:
-        NotReadyError: it loads its model; EngineError: nothing answers; UsageError: it asks for a key, or does not
-            list its models as servers of this kind do.
+        NotReadyError: it is loading its model; EngineError: nothing answers; UsageError: it requires a key, or does not
+            list models as OpenAI's API does.
     """
     listed = await _listed(address, http)
-    kind = next((OWNERS[owner] for one in listed if (owner := one.get("owned_by")) in OWNERS), "")
+    kind = next((OWNERS[owner] for entry in listed if (owner := entry.get("owned_by")) in OWNERS), "")
     if kind == LLAMA:
         return Server(kind, address, _of_llama(listed, await _get(http, f"{address.root}/props")))
     if kind:
@@ -215,17 +215,17 @@ Found = Server | tuple[str, KvchatError]
 
 
 async def find(addresses: Iterable[str]) -> list[Found]:
-    """The servers at several addresses, or an address and the reason why it is none."""
-    return list(await asyncio.gather(*map(_look, addresses)))
+    """The servers at several addresses; for an address without a server, the address and the error."""
+    return list(await asyncio.gather(*map(_probe, addresses)))
 
 
 async def find_usual(others: Iterable[str]) -> list[Found]:
-    """The servers where they usually listen on this machine, but for ``others``; the key for all is not sent there."""
-    found = await asyncio.gather(*(_look(text, is_named=False) for text in USUAL if text not in others))
-    return [one for one in found if isinstance(one, Server) or not isinstance(one[1], EngineError)]
+    """The servers at ``USUAL`` addresses other than ``others``; the environment's key is not sent to them."""
+    found = await asyncio.gather(*(_probe(text, is_named=False) for text in USUAL if text not in others))
+    return [each for each in found if isinstance(each, Server) or not isinstance(each[1], EngineError)]
 
 
-async def _look(text: str, is_named: bool = True) -> Found:
+async def _probe(text: str, is_named: bool = True) -> Found:
     try:
         address = parse(text)
         async with client(address, None if is_named else key_of(address, {})) as http:
@@ -235,10 +235,10 @@ async def _look(text: str, is_named: bool = True) -> Found:
 
 
 async def slots_of(address: Address, http: httpx2.AsyncClient, timeout_s: float = PROBE_S) -> list[dict[str, Any]]:
-    """What llama-server tells of each of its slots; nothing where it does not list them.
+    """llama-server's entry for each of its slots; empty if it does not list them.
 
     Raises:
-        httpx2.HTTPError: it does not answer; ValueError: that is no JSON.
+        httpx2.HTTPError: it does not answer; ValueError: its response is not JSON.
     """
     reply = await http.get(f"{address.root}/slots", timeout=timeout_s)
     slots = reply.json() if reply.is_success else []
@@ -246,7 +246,7 @@ async def slots_of(address: Address, http: httpx2.AsyncClient, timeout_s: float 
 
 
 async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:
-    """The entries of the server's list of models; those without an id are left out."""
+    """The entries of the server's list of models that have an id."""
     try:
         reply = await http.get(f"{address.base}/models")
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
@@ -258,18 +258,18 @@ async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, 
     body = _json(reply) if reply.is_success else {}
     entries = body.get("data")
     if entries is None and body.get("object") == "list":
-        entries = []  # of Ollama without a model
+        entries = []  # Ollama without a model
     if not isinstance(entries, list):
         raise UsageError(
             f"{address.root} is not a model server.",
             f"{address.base}/models returned {reply.status_code}: {said(reply) or 'nothing'}",
             "Use the address of an OpenAI-compatible server, such as http://127.0.0.1:8080.",
         )
-    return [one for one in entries if isinstance(one, dict) and isinstance(one.get("id"), str)]
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
 async def _get(http: httpx2.AsyncClient, url: str) -> dict[str, Any]:
-    """The object at an address; an empty one where there is none."""
+    """The JSON object at an address; empty without one."""
     try:
         reply = await http.get(url)
     except httpx2.HTTPError:
@@ -286,8 +286,8 @@ def _json(reply: httpx2.Response) -> dict[str, Any]:
 
 
 def _model(entry: Mapping[str, Any]) -> Served:
-    given = entry.get("meta")
-    meta: dict[str, Any] = given if isinstance(given, dict) else {}
+    meta = entry.get("meta")
+    meta = meta if isinstance(meta, dict) else {}
     context = whole(entry.get("max_model_len")) or whole(meta.get("n_ctx"))
     own = entry.get("kvchat")
     names = own.get("template_variables") if isinstance(own, dict) else None
@@ -302,18 +302,18 @@ def _model(entry: Mapping[str, Any]) -> Served:
 
 
 def _of_llama(listed: list[dict[str, Any]], props: Mapping[str, Any]) -> tuple[Served, ...]:
-    """One slot's context, of those that share what the list names."""
+    """The models with the context of one slot, because the slots share the context in the list."""
     settings = props.get("default_generation_settings")
     of_slot = whole(settings.get("n_ctx")) if isinstance(settings, dict) and len(listed) == 1 else 0
     names = variables(props.get("chat_template")) if of_slot else ()
     return tuple(
-        replace(one, context=of_slot or one.context, is_loaded=bool(of_slot), template_variables=names)
-        for one in map(_model, listed)
+        replace(model, context=of_slot or model.context, is_loaded=bool(of_slot), template_variables=names)
+        for model in map(_model, listed)
     )
 
 
 def variables(template: Any) -> tuple[str, ...]:
-    """The names of the variables that a chat template looks at, but for those that every one is given; not rendered."""
+    """The variables that a chat template uses, without those that every template gets; the template is not rendered."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         parsed = environment.parse(template if isinstance(template, str) else "")
@@ -325,7 +325,7 @@ def variables(template: Any) -> tuple[str, ...]:
 
 def _of_ollama(listed: list[dict[str, Any]], running: Mapping[str, Any]) -> tuple[Served, ...]:
     loaded = _by_id(running.get("models"), "name")
-    facts = [(one["id"], loaded.get(one["id"], {})) for one in listed]
+    facts = [(entry["id"], loaded.get(entry["id"], {})) for entry in listed]
     return tuple(
         Served(id, whole(fact.get("context_length")), nbytes=whole(fact.get("size")), is_loaded=id in loaded)
         for id, fact in facts
@@ -334,7 +334,7 @@ def _of_ollama(listed: list[dict[str, Any]], running: Mapping[str, Any]) -> tupl
 
 def _of_lm_studio(listed: list[dict[str, Any]], studio: Mapping[str, Any]) -> tuple[Served, ...]:
     known = _by_id(studio.get("data"), "id")
-    facts = [(one["id"], known.get(one["id"], {})) for one in listed]
+    facts = [(entry["id"], known.get(entry["id"], {})) for entry in listed]
     return tuple(
         Served(
             id,
@@ -349,21 +349,21 @@ def _of_lm_studio(listed: list[dict[str, Any]], studio: Mapping[str, Any]) -> tu
 
 def _by_id(entries: Any, name: str) -> dict[str, dict[str, Any]]:
     listed = entries if isinstance(entries, list) else []
-    return {one[name]: one for one in listed if isinstance(one, dict) and isinstance(one.get(name), str)}
+    return {entry[name]: entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get(name), str)}
 
 
 def whole(value: Any) -> int:
-    """A number that a server gave, as a count; 0 for anything else."""
+    """A server's number as a count; 0 for anything else."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0
 
 
 def said(reply: httpx2.Response) -> str:
-    """The words of a refusal, in any of the forms that servers have for it."""
+    """The message of an error response, in any server's form."""
     return words_of(_json(reply)) or " ".join(reply.text.split())[:MAX_SAID]
 
 
 def words_of(body: Any) -> str:
-    """The message in the body of a refusal; "" where there is none."""
+    """The message in the body of an error response; "" without one."""
     while isinstance(body, dict):
         body = next((body[name] for name in ("error", "message", "detail") if body.get(name)), "")
     return str(body)[:MAX_SAID] if body else ""
@@ -378,7 +378,7 @@ def unreachable(address: Address, error: Exception) -> EngineError:
 
 
 def key_refused(address: Address, words: str) -> UsageError:
-    """The server wants a key, or another one."""
+    """The error for a missing or wrong key."""
     file = paths.server_keys_file()
     return UsageError(
         f"{address.root} needs a valid key.",

@@ -1,8 +1,8 @@
-"""A session with the model of a server: what the engine's process and ``kvchat ask`` use in place of one with torch.
+"""A session with a server's model, used by the engine's process and ``kvchat ask`` in place of one with torch.
 
-The server keeps the K/V and decides what is read of them; each answer sends the whole conversation, and what the
-server has of its beginning it need not read again. The connection lives on an event loop in a thread of its own, so
-that a stop closes it in whatever state it is.
+The server stores the K/V and decides which are read; each answer sends the whole conversation, of which the server may
+have a prefix in its cache. The connection is on an event loop in a thread of its own, so that a stop closes it in any
+state.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from kvchat.remote.slots import Slots
 from kvchat.units import count
 
 T = TypeVar("T")
-MODE = "server"  # in the place of a mode's name
+MODE = "server"  # in place of a mode's name
 POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 0.9, 1.0
-STALE_S, FIRST_S = 3.0, 0.3  # figures so old are not shown again: new ones are waited for, so long
+STALE_S, FIRST_S = 3.0, 0.3  # if the figures are older than the first, the second is waited for new ones
 CONNECT_S = 5.0  # an answer itself may take any time
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
-USUAL = ("stop", "length")  # reasons to end; others are a filter's, a call of a tool, a server that ends
-NO_KEY = "none"  # the openai library insists on one
-OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library takes them from variables that are not meant here
+USUAL = ("stop", "length")  # reasons to end; other reasons are a filter, a tool call or a server's shutdown
+NO_KEY = "none"  # the openai library requires one
+OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library reads them from variables meant for OpenAI
 DECIDES = "The server decides how K/V are stored and read."
 
 
 def open_session(load: Load, progress: Callable[[str], None] = lambda stage: None) -> RemoteSession:
-    """Find the server and the model that ``load`` names; waits while it loads its model.
+    """Find the server and the model that ``load`` names; wait while the server loads its model.
 
     Raises:
-        UsageError: it asks for a key, or a setting needs the model here; ModelError: it has no such model;
-            EngineError: nothing answers.
+        UsageError: it requires a key, or a setting needs a local model; ModelError: it has no such model; EngineError:
+            nothing answers.
     """
     address = servers.parse(load.model)
     if load.chat_template:
@@ -87,17 +87,17 @@ class Loop:
         try:
             return future.result()
         finally:
-            future.cancel()  # where the wait was broken off
+            future.cancel()  # if waiting was interrupted
 
     def begin(self, work: Coroutine[Any, Any, None], patience_s: float = 0.0) -> Callable[[], object]:
-        """Begin ``work``, and wait for its end so long; returns what ends it, whatever it waits for."""
+        """Begin ``work`` and wait up to ``patience_s`` for its end; return a function that cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         with suppress(TimeoutError):
             future.result(patience_s)
         return future.cancel
 
     def close(self) -> None:
-        """End it with all that it does."""
+        """Cancel all work and end the thread."""
         if self._thread.is_alive():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_S)
@@ -114,9 +114,9 @@ class Loop:
 
 
 class RemoteSession:
-    """As ``kvchat.engine.session.Session`` to whoever asks questions; what needs the model here is refused.
+    """Answers like ``kvchat.engine.session.Session``; methods that need a local model raise.
 
-    ``cancel`` is for any thread.
+    Any thread may call ``cancel``.
     """
 
     withdrawable = 0
@@ -125,7 +125,7 @@ class RemoteSession:
     def __init__(self, server: Server, load: Load, loop: Loop, http: httpx2.AsyncClient) -> None:
         """
         Raises:
-            ModelError: the server has not the model that its address names.
+            ModelError: the server does not have the model that its address names.
         """
         self._server, self._address, self._loop, self._http = server, server.address, loop, http
         self._model = server.choose()
@@ -145,7 +145,7 @@ class RemoteSession:
         self._answer = Answer(Sampling())
         self._frames: SimpleQueue[Any] = SimpleQueue()
         self._is_canceled = False
-        self._slots: Slots | None = None  # where the server saves them
+        self._slots: Slots | None = None  # if the server saves slots
         if server.kind == LLAMA and load.keeping.saved_bytes and load.keeping.folder:
             slots = Slots(self._address, http)
             self._slots = slots if loop.run(slots.is_offered()) else None
@@ -163,27 +163,28 @@ class RemoteSession:
         json_schema: str = "",
         top_logprobs: int | None = None,
     ) -> Iterator[Event]:
-        """Answer the last turn, or go on with it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
+        """Answer the last turn, or continue it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        ``between`` is called between two frames and while none comes, with the number of tokens so far. A ``variant``,
-        a ``json_schema`` and ``top_logprobs`` are for a model here.
+        ``between`` is called between two frames and while waiting for one, with the number of tokens so far. A
+        ``variant``, a ``json_schema`` and ``top_logprobs`` need a local model.
 
         Raises:
             ContextFullError: the conversation is longer than the server's context; ModelError: the model is gone;
-                UsageError: the key is refused; EngineError: the server cannot be reached, breaks off or fails.
+                UsageError: the key is rejected, or an argument needs a local model; EngineError: the server cannot be
+                reached, disconnects or fails.
         """
         if variant or json_schema or top_logprobs is not None:
             raise self.refuse()
         if template_args is not None:
             self.set_template_args(template_args)
         self._is_canceled, self._frames = False, SimpleQueue()
-        asked = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
+        arguments = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
         self._answer = Answer(sampling, open_thought(turns[-1]))
-        return self._events(asked, conversation or "", between or (lambda tokens: None))
+        return self._events(arguments, conversation or "", between or (lambda tokens: None))
 
-    def _events(self, asked: dict[str, Any], conversation: str, between: Callable[[int], None]) -> Iterator[Event]:
+    def _events(self, arguments: dict[str, Any], conversation: str, between: Callable[[int], None]) -> Iterator[Event]:
         frames, answer = self._frames, self._answer
-        end = self._loop.begin(self._read(asked, conversation, frames))
+        end = self._loop.begin(self._read(arguments, conversation, frames))
         try:
             while not self._is_canceled:
                 try:
@@ -213,26 +214,26 @@ class RemoteSession:
             yield Noted(f'The server ended the answer early: "{answer.finish_reason}".')
         yield from answer.finish(self._is_canceled)
 
-    async def _read(self, asked: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:
-        """Put the frames of an answer into ``frames``, at last ``OVER`` or what went wrong."""
+    async def _read(self, arguments: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:
+        """Put the frames of an answer into ``frames``, then ``OVER`` or the error."""
         try:
             for event in await self._go_to(conversation):
                 frames.put(event)
-            stream = await self._openai.chat.completions.create(**asked)
+            stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
                 async for frame in stream:
                     frames.put(frame)
             frames.put(OVER)
-        except Exception as error:  # noqa: BLE001  # raised where the answer is waited for
+        except Exception as error:  # noqa: BLE001  # raised again by ``_events``
             frames.put(error)
 
     def cancel(self) -> None:
-        """End the answer, closing the connection; without one nothing happens."""
+        """End the answer and close its connection; without an answer do nothing."""
         self._is_canceled = True
-        self._frames.put(OVER)  # whoever waits need not wait longer
+        self._frames.put(OVER)  # wakes ``_events``
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Have llama-server restore what it saved of it; else it finds what it has by the conversation's beginning."""
+        """Have llama-server restore a slot that it saved; other servers find K/V by the conversation's beginning."""
         self._answer = Answer(Sampling())
         return iter(self._loop.run(self._go_to(conversation)))
 
@@ -243,15 +244,15 @@ class RemoteSession:
             return [Noted(f"K/V in the server's files cannot be tracked: {files.reason(error)}.")]
 
     def forget(self, conversation: str) -> None:
-        """Have nothing of it kept in the server's files: it was marked as deleted."""
+        """Empty the server's file of a conversation that was marked as deleted."""
         if self._slots:
             self._loop.run(self._slots.empty_deleted())
 
     def set_template_args(self, args: Sequence[str]) -> str:
-        """Give the server's chat template these variables, ``KEY=VALUE``; what that means.
+        """Give the server's chat template these variables, ``KEY=VALUE``; return a line about it.
 
         Raises:
-            UsageError: one is not written so, or the server takes none.
+            UsageError: one has another form, or the server accepts none.
         """
         parse_args(args)
         if args and not self._takes_variables:
@@ -259,15 +260,14 @@ class RemoteSession:
         self._template_args = tuple(args)
         return f"From the next question on, the server's template gets: {', '.join(args) or 'nothing'}."
 
-    # ---- what the server decides
+    # ---- what needs a local model
 
     def refuse(self) -> UsageError:
-        """The refusal of what only a model here can do."""
+        """The error of methods that need a local model."""
         return UsageError(DECIDES, self._server.offers, INSTEAD)
 
     def switch(self, *_: Any, **__: Any) -> Any:
-        """Refused, as all that needs the model here.
-
+        """
         Raises:
             UsageError: always.
         """
@@ -275,7 +275,7 @@ class RemoteSession:
 
     keep_pages = rebuild = compare = hide_needle = text = switch
 
-    # ---- what there is
+    # ---- information
 
     @property
     def info(self) -> Loaded:
@@ -309,7 +309,7 @@ class RemoteSession:
         )
 
     def snapshot(self) -> Snapshot:
-        """What the last answer took and what the server said of itself when it was last asked; asks nothing."""
+        """Figures of the last answer, and the server's own as they were last read by ``details``."""
         answer = self._answer
         total = answer.total
         figures = replace(
@@ -332,7 +332,7 @@ class RemoteSession:
         )
 
     def details(self) -> Details:
-        """Nothing by layer and head; the server's figures are asked for, once a second, for the next snapshot."""
+        """Only the total; also reads the server's figures for the next snapshot, once a second."""
 
         async def sample() -> None:
             self._figures = await self._reader.read()
@@ -346,7 +346,7 @@ class RemoteSession:
         return ()
 
     def close(self) -> None:
-        """Close the connection; before that the server is told to save the conversation."""
+        """Have the server save the conversation and close the connection."""
         with suppress(TimeoutError, OSError):
             if self._slots:
                 self._loop.run(asyncio.wait_for(self._slots.save(), CLOSE_S))
@@ -356,7 +356,7 @@ class RemoteSession:
 
 
 def explained(error: Exception, address: Address, model: str, has_begun: bool) -> KvchatError:
-    """What went wrong before the answer or once it ``has_begun``, in the server's words with its numbers."""
+    """The error for a failure before the answer or after it ``has_begun``, with the server's words and numbers."""
     match error:
         case openai.APIStatusError():
             return _refused(error, address, model)
@@ -377,7 +377,7 @@ AGAIN = "Ask again once the server is back; in a chat /continue goes on where th
 
 
 def broken_off(address: Address, reason: str) -> EngineError:
-    """The connection ended before the answer did."""
+    """The error for a connection that ended before the answer."""
     return EngineError(f"The connection to {address.place} broke in the middle of the answer.", reason, AGAIN)
 
 

@@ -1,4 +1,4 @@
-"""The list of conversations whose K/V llama-servers have in files of their own: only it knows these files."""
+"""The list of conversations whose K/V llama-servers saved to files, which no server lists itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from kvchat import files, paths
 
-# In place of the number of tokens in a file: it is to be emptied; the server could not restore it, but it may be there.
+# In place of the number of tokens in a file: it must be emptied; the server could not restore it, but may have it.
 DELETED, USELESS = 0, -1
 Files = dict[str, dict[str, int]]
 
 
 def known() -> Files:
-    """By the server's root and the conversation's id how many tokens its file has, or one of those above.
+    """The tokens in each file, or ``DELETED`` or ``USELESS``, by the server's root and the conversation's id.
 
     Raises:
         OSError: the list cannot be read.
@@ -28,7 +28,7 @@ def known() -> Files:
 
 
 def note(root: str, conversation: str, tokens: int | None) -> None:
-    """The file of a conversation at a server has so many tokens, with None nothing of it any more.
+    """Note that a conversation's file at a server has so many tokens; None means that it is empty.
 
     Raises:
         OSError: the list cannot be read or written.
@@ -42,7 +42,7 @@ def note(root: str, conversation: str, tokens: int | None) -> None:
 
 
 def mark_deleted(conversation: str) -> None:
-    """A conversation is deleted: its files are to be emptied, by whoever uses their servers next.
+    """Note that a conversation is deleted: its files are emptied when their servers are next used.
 
     Raises:
         UsageError: the list cannot be read or written.
@@ -60,10 +60,10 @@ def mark_deleted(conversation: str) -> None:
 
 @contextmanager
 def _changing() -> Iterator[Files]:
-    """The list, which is written at the end; another kvchat that changes it waits."""
+    """The list, written when the block ends; other processes that change it wait."""
     path = paths.server_slots_file()
     files.make_folder(path.parent)
-    with open(path.with_suffix(".lock"), "ab") as lock:  # the list's own file is replaced
+    with open(path.with_suffix(".lock"), "ab") as lock:  # not the list's own file, which is replaced
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = known()
         yield found
