@@ -89,10 +89,8 @@ class Load:
         given: values given at run time, by mode; a budget overrides every mode's, other values only that mode's.
         mode_params: the settings of each mode and of auto.
         force: load a model even if it does not fit.
-        link_bytes_per_s: the measured rate of recall.
-        read_bytes_per_s: the measured rate of the device's memory.
-        chat_template: a file that replaces the model's own template.
-        template_args: variables of the template as ``KEY=VALUE``.
+        link_bytes_per_s: the measured rate of recall; ``read_bytes_per_s``: of reading the device's memory.
+        chat_template: a file that replaces the model's own; ``template_args`` are its variables as ``KEY=VALUE``.
         gpus: how many GPUs share the weights, by ``split``.
     """
 

@@ -38,8 +38,7 @@ class Recorder:
     """Writes a recording to a new file. ``report`` is called once, with the reason, if the recording ends early."""
 
     def __init__(self, path: Path, version: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the file; ``version`` is kvchat's.
-
+        """
         Raises:
             UsageError: the file exists or cannot be written.
         """

@@ -1,17 +1,17 @@
-"""arkvale: pages stay on the device until they are the worst of those there, and all that are there are read.
+"""arkvale: reads all pages on the device; a page leaves it when its score is the worst of them.
 
 Paper: ArkVale (NeurIPS 2024); rule and parameters as in the authors' program. A full page's digest is a box around its
 keys: its center c is half the sum of their element-wise maximum and minimum, its half-width r_d the mean of
-|c_d - k_d|. The score of a page is sum_d max(q_d (c + r)_d, q_d (c - r)_d), over all heads together: a layer has one
-choice. Two pages of sinks and the two newest are always there. After a prompt the best others by its last query are
-there too, as many as the budget holds. Each token makes the best half of so many resident, in place of the worst, and
-reads all that are resident.
+|c_d - k_d|. A page's score is sum_d max(q_d (c + r)_d, q_d (c - r)_d), summed over all heads: a layer has one choice.
+Two pages of sinks and the two newest are always resident. After a prompt the best k others by its last query, which
+fill the budget, are resident too. Each token makes the best k / 2 resident, in place of the worst, and reads all
+resident pages.
 
 Departures:
-    * How the heads' scores are joined was not found in a readable source; here it is their sum.
-    * Half is that of the pages beside sinks and newest ones; the program takes half of the budget, less those.
-    * A page that leaves the newest ones is resident until it is the worst, as one that was recalled.
-    * The recall for a later layer by an earlier one's query (an option there, off) is left out.
+    * How the heads' scores are combined was not found in a readable source; this mode sums them.
+    * Half means half of the pages other than sinks and newest ones; the program takes half of the budget, less those.
+    * A page that leaves the newest ones is resident until it is the worst, like a recalled page.
+    * Recall for a later layer by an earlier layer's query (an option of the program, off) is left out.
 
 Shapes: tables ``[layers, H, k * p + 4 * p]``, digests ``[layers, H, page, 2 * d_k]``. Costs: as quest.
 """
@@ -27,11 +27,11 @@ from kvchat.kv.ops.selection import best, mask_of
 
 SINK_PAGES = 2
 NEWEST_PAGES = 2
-SHARE = 2  # of the resident pages one in so many is made resident at each token, at least
+SHARE = 2  # one in so many of the resident pages is chosen by each token
 
 
 class PageBoxes(PageBounds):
-    """Digests, stored as bounds are: ``[c + r | r - c]``."""
+    """Digests in the form of bounds: ``[c + r | r - c]``."""
 
     def summary(self, keys: Tensor, pages: int) -> Tensor:
         by_page = tiles(keys, pages, self.geometry.page)
@@ -51,7 +51,7 @@ class ArkVale(PageChoice):
         return PageBoxes(self.geometry, device, self.first)
 
     def fill(self, fresh: bool) -> None:
-        self.slots.pages.fill_(-1)  # what is resident after a prompt, its last query says alone
+        self.slots.pages.fill_(-1)  # only the prompt's last query decides which pages are resident
         super().fill(fresh)
 
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:

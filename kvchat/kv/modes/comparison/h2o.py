@@ -1,17 +1,17 @@
 """h2o: the tokens that got the most attention so far, and the most recent ones.
 
-Paper: H2O (arXiv 2306.14048). Each KV head keeps a sum for every token: the weights that all queries gave it. It keeps
-the tokens of highest sum, half of the budget, and the most recent ones; with each decoded token the one of lowest sum
-among those that are no longer recent is dropped.
+Paper: H2O (arXiv 2306.14048). Each KV head sums, for every token, the weights that all queries gave it. It keeps the
+tokens of highest sum (half of the budget) and the most recent ones; each decoded token drops the token of lowest sum
+that is no longer recent.
 
 Departures:
-    * Of a prompt the queries of its last tokens are summed up, 32 at most: the sums of all take as many weights as the
-      square of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
-    * It is chosen anew at every prompt, from everything stored; in the middle of an answer, where the mode is entered
-      or tokens are taken back, by the last token's query. The paper drops for good.
+    * Only the queries of a prompt's last tokens are summed, at most 32, because the weights of all grow with the square
+      of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
+    * Every prompt chooses again, from everything stored; if the mode is entered or tokens are withdrawn during an
+      answer, the last token's query chooses. The paper drops for good.
     * A query's weight for a KV head is the highest of its group; the paper's models have groups of one.
     * The budget is a number of tokens; the paper's is a tenth of the prompt for each half.
-    * The memory saved is not saved (``kept``).
+    * It saves no memory (``kept``).
 
 Shapes: tables and sums ``[layers, H, n]``. Costs: as snapkv, and in each layer of a step the weights of all slots.
 """
@@ -27,7 +27,7 @@ from kvchat.kv.modes.base import Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode, ObservedMode
 from kvchat.kv.state import KVState
 
-HALVES = 2  # the budget, for recent tokens and for others
+HALVES = 2  # of the budget: recent tokens and others
 
 
 class H2O(ObservedMode):
@@ -56,7 +56,7 @@ class H2O(ObservedMode):
         self.sums.zero_()
         for layer in layers if total else ():
             self.sums[layer, :, :total] = self.weights(layer, total).amax(1).sum(1)
-        self.observed = len(self._asked(0)[0])
+        self.observed = len(self._observed_queries(0)[0])
         before = max(0, total - self.window)
         self.dropped = [max(0, before - self.heavy)] * len(layers)
         always = self._always(torch.arange(before, device=self.state.device))
@@ -79,14 +79,14 @@ class H2O(ObservedMode):
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         self.sums[layer] += weights[0].best()
 
-    def _asked(self, layer: int) -> tuple[range, Tensor]:
-        span, query = super()._asked(layer)
+    def _observed_queries(self, layer: int) -> tuple[range, Tensor]:
+        span, query = super()._observed_queries(layer)
         total = self.state.total
         if span.stop == total:
             return span, query
         return range(total - 1, total), self.state.query[layer].unsqueeze(1)
 
     def _grow(self) -> None:
-        """Have a sum for each slot."""
+        """Extend the sums to all slots."""
         if (more := self.slots.n - self.sums.shape[2]) > 0:
             self.sums = torch.nn.functional.pad(self.sums, (0, more))

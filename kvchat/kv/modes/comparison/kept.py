@@ -1,10 +1,10 @@
 """The base of methods that keep some tokens of a prompt and drop the others until the next prompt.
 
-Every token has the slot of its position, and the table of each KV head names those that it keeps: what is dropped is
-not read and not copied, but has its place, so that the device memory is that of everything. So these modes compare
-what is read and how well it serves; the memory that a method would save they do not.
+Every token has the slot of its position, and each KV head's table names the slots it keeps. Dropped tokens are neither
+read nor copied but still take a slot: these modes compare what methods read and how well that works, but they save no
+device memory.
 
-``ObservedMode`` is for those that look at the queries of the prompt's last tokens. What was decoded is kept.
+``ObservedMode`` is for methods that use the queries of the prompt's last tokens. Decoded tokens are kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ POOLED = 5  # neighboring tokens whose scores are averaged
 
 
 class KeptMode(Mode):
-    """A table per layer and KV head over slots for everything; slot and position are the same."""
+    """A table per layer and KV head over slots for all tokens; a token's slot is its position."""
 
     def plan(self, capacity: int) -> Plan:
         return Plan([Layout(0, self.geometry.layers, 0, capacity, shared=False)])
 
     def kept(self, layer: int) -> Tensor:
-        """The stored tokens that each head keeps, bool ``[H or 1, total]``, but for those read in any case."""
+        """The stored tokens that each head keeps, bool ``[H or 1, total]``; may omit those that are always read."""
         raise NotImplementedError
 
     def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
@@ -41,13 +41,13 @@ class KeptMode(Mode):
         return table
 
     def _always(self, tokens: Tensor) -> Tensor:
-        """Which ``tokens`` (positions or EMPTY, of any shape) are read in any case: pinned ones."""
+        """A mask of the ``tokens`` (positions or EMPTY, of any shape) that are always read: pinned ones."""
         pinned = (tokens >= 0) & (tokens < self.sink)
         return pinned | self._is_pinned(tokens) if self.pins else pinned
 
 
 class ObservedMode(KeptMode):
-    """The last ``window`` tokens of a prompt, and of those before them the best by their scores in each KV head."""
+    """The last ``window`` tokens of a prompt, and in each KV head the tokens before them with the best scores."""
 
     parameters: BudgetParameters
 
@@ -64,18 +64,18 @@ class ObservedMode(KeptMode):
     def scores(self, layer: int, weights: Tensor) -> Tensor:
         """The scores ``[H, n]`` of the n tokens before the window.
 
-        ``weights [H, G, w, n]`` (float32) are what the queries of the last w tokens of the prompt give them.
+        ``weights [H, G, w, n]`` (float32) are the attention of the prompt's last w queries to them.
         """
         raise NotImplementedError
 
     def rooms(self, tokens: int) -> list[int]:
-        """How many of so many ``tokens`` before the window each layer keeps, once all have their scores."""
+        """How many of the ``tokens`` before the window each layer keeps; called after ``scores`` of all layers."""
         return [self.budget - self.window] * self.geometry.layers
 
     def fill(self, fresh: bool) -> None:
         layers = range(self.geometry.layers)
-        self.observed = len(self._asked(0)[0])
-        before = max(0, self._asked(0)[0].stop - self.window)
+        self.observed = len(self._observed_queries(0)[0])
+        before = max(0, self._observed_queries(0)[0].stop - self.window)
         self.dropped = [0] * len(layers)
         if before > self.budget - self.window:
             self._scores = [self.scores(layer, self.weights(layer, before)) for layer in layers]
@@ -94,8 +94,8 @@ class ObservedMode(KeptMode):
         return kept
 
     def weights(self, layer: int, tokens: int) -> Tensor:
-        """What the prompt's last queries give its first ``tokens``, float32 ``[H, G, w, tokens]``: a softmax of all."""
-        g, (span, query) = self.geometry, self._asked(layer)
+        """The prompt's last queries' weights for its first n = ``tokens``, of a softmax over all: ``[H, G, w, n]``."""
+        g, (span, query) = self.geometry, self._observed_queries(layer)
         spec = self.state.specs[layer]
         keys = self.state.host.dense(layer, span.stop)[0]
         grouped = query.float().reshape(g.kv_heads, -1, g.d_k)
@@ -103,11 +103,11 @@ class ObservedMode(KeptMode):
         bias = bias.repeat(g.group, 1)  # a group's queries are rows of one matrix
         sinks = None if spec.sinks is None else spec.sinks.view(g.kv_heads, -1).repeat_interleave(len(span), 1)
         rows = []
-        for head in range(g.kv_heads):  # one at a time: they are many numbers
-            one = slice(head, head + 1)
-            own = keys[one].float()
-            held = products(own, own[..., :0])  # of the values none
-            weights = attend(grouped[one], held, bias, spec, None if sinks is None else sinks[one])[1]
+        for head in range(g.kv_heads):  # one at a time, to save memory
+            at = slice(head, head + 1)
+            own = keys[at].float()
+            held = products(own, own[..., :0])  # without values
+            weights = attend(grouped[at], held, bias, spec, None if sinks is None else sinks[at])[1]
             rows.append(weights[..., :tokens].reshape(1, g.group, len(span), -1))
         return torch.cat(rows)
 
@@ -119,8 +119,8 @@ class ObservedMode(KeptMode):
         stats = {"observed": self.observed, "dropped": round(sum(self.dropped) / len(self.dropped))}
         return ModeReport(self.parameters.model_dump() | chosen, stats)
 
-    def _asked(self, layer: int) -> tuple[range, Tensor]:
-        """The positions and the queries ``[H_q, w, d_k]`` of the prompt's end; the last token's where none is known."""
+    def _observed_queries(self, layer: int) -> tuple[range, Tensor]:
+        """The positions and queries ``[H_q, w, d_k]`` of the prompt's end; the last token's if none are known."""
         span, query = self.state.prompt.of(layer, self.window)
         if span:
             return span, query
@@ -129,6 +129,6 @@ class ObservedMode(KeptMode):
 
 
 def pooled(scores: Tensor) -> Tensor:
-    """``scores [..., n]``, each the average of itself and its neighbors; beyond the ends there are zeros."""
+    """``scores [..., n]``, each averaged with its neighbors; zeros pad the ends."""
     shape = scores.shape
     return torch.nn.functional.avg_pool1d(scores.reshape(-1, 1, shape[-1]), POOLED, 1, POOLED // 2).view(shape)

@@ -1,7 +1,7 @@
 """The base of methods that choose pages with each token's own query: sinks, the newest pages, and k others.
 
-The newest pages lie in a ring and are read as whole pages, the last one as far as it is filled; what leaves them is a
-candidate at once. In a layer with a sliding window pages beyond it are no candidates.
+The newest pages are in a ring and are read whole, the last one as far as it is filled; a page that leaves them becomes
+a candidate at once. In a layer with a sliding window pages outside of it are no candidates.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvchat.kv.ops.selection import assign_slots, best
 
 
 def tiles(keys: Tensor, pages: int, page: int) -> Tensor:
-    """``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; nobody reads that of a page not yet full."""
+    """``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; zeros pad the last, whose summary is not read."""
     padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * page - keys.shape[1]))
     return padded.reshape(len(keys), pages, page, -1).float()
 
 
 class PageChoice(IndexedMode):
-    """``sink_pages`` and ``newest_pages`` are always read, ``whole_layers`` layers before the others in full."""
+    """Always reads ``sink_pages`` and ``newest_pages``, and the first ``whole_layers`` layers in full."""
 
     parameters: BudgetParameters
     sink_pages: int = 0
@@ -44,7 +44,7 @@ class PageChoice(IndexedMode):
         raise NotImplementedError
 
     def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
-        """The pages ``[H, k]`` to read, where ``resident [H, k]`` are on the device."""
+        """The pages ``[H, k]`` to read; ``resident [H, k]`` are on the device."""
         return best(scores, resident.shape[1])
 
     def fill(self, fresh: bool) -> None:
@@ -77,7 +77,7 @@ class PageChoice(IndexedMode):
         return max(0, self.state.total // page - (self.newest_pages - 1) - self.sink // page)
 
     def _begin(self, position: Tensor) -> None:
-        """Note what the token at ``position`` (0-d) may choose; of the ring it reads the newest pages alone."""
+        """Note which pages the token at ``position`` (0-d) may choose; remove older pages from the ring's table."""
         page = self.geometry.page
         newest = torch.div(position, page, rounding_mode="floor") - (self.newest_pages - 1)
         self._position, self._last = position, newest * page - 1
@@ -88,7 +88,7 @@ class PageChoice(IndexedMode):
         ring.masked_fill_(ring <= self._last, EMPTY)
 
     def _choose(self, layer: int, query: Tensor) -> None:
-        """Recall the pages that ``query [H_q, d_k]`` chooses, and let the layer's attention read them."""
+        """Recall the pages that ``query [H_q, d_k]`` chooses for the layer's attention."""
         resident = self.slots.pages_of(layer)
         if not resident.shape[1]:
             return

@@ -1,11 +1,11 @@
-"""pyramidkv: SnapKV with less for every layer than for the one before it.
+"""pyramidkv: SnapKV with a smaller budget for every layer than for the layer before it.
 
 Paper: PyramidKV (arXiv 2406.02069); budgets and parameters as in the authors' program. Tokens are scored as in snapkv.
-With b = budget - w tokens for a layer on average, the last layer keeps b / beta and the first 2 b less that, in equal
-steps, each beside the window; where the first would keep more than there are it keeps all, and the last 2 b less
-those. Prompts of less than 2 b tokens are as in snapkv.
+With b = budget - w tokens per layer on average, the last layer keeps b / beta tokens, the first 2 b - b / beta, with
+equal steps between them, each in addition to the window. If the first would keep more than the n tokens there are, it
+keeps n and the last 2 b - n. Prompts of less than 2 b tokens are as in snapkv.
 
-Departures: those of snapkv. The authors' scripts take a window of 8 and the maximum of 7 neighbors.
+Departures: those of snapkv. The authors' scripts use a window of 8 and the maximum of 7 neighbors.
 
 Shapes and costs: as snapkv.
 """

@@ -1,18 +1,18 @@
-"""quest: the pages of highest bound for each token's own query, behind two layers that are read in full.
+"""quest: the pages of highest bound for each token's own query, after two layers that are read in full.
 
-Paper: Quest (arXiv 2406.10774); rule and parameters as in the authors' program. Of every full page the element-wise
-maximum M and minimum m of its keys are kept; a query q gives it the score sum_d max(q_d M_d, q_d m_d), an upper bound
-of the logits in it. A token reads the page that is being filled and the budget / page - 1 others of highest score.
+Paper: Quest (arXiv 2406.10774); rule and parameters as in the authors' program. Each full page has the element-wise
+maximum M and minimum m of its keys; a query q gives it the score sum_d max(q_d M_d, q_d m_d), an upper bound of its
+logits. A token reads the page that is being filled and the budget / page - 1 others of highest score.
 
 Departures:
-    * Pages have 32 tokens (the paper: 16), and the two layers are one where a model has two.
+    * Pages have 32 tokens (the paper: 16), and a model of two layers reads only one of them in full.
     * A KV head reads the pages of its group's highest score (FreeKV's adaption); the paper chooses by query head.
-    * The page being filled is always read, as in the authors' kernels; their evaluation lets it compete.
-    * No three pages are read where the budget has fewer.
-    * What is not read lies in the host pool; the paper keeps everything on the device.
+    * The page being filled is always read, as in the authors' kernels; in their evaluation it competes.
+    * The authors' minimum of three pages does not override a smaller budget.
+    * Other pages are in the host pool; the paper keeps everything on the device.
 
 Shapes: tables ``[layers, H, k * p + p]``, bounds ``[layers, H, page, 2 * d_k]``. Costs: a token scores all pages, and
-waits in each layer for those that were not read by the token before.
+each layer waits for the chosen pages that the token before did not read.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class Quest(PageChoice):
         return bounds.amax(1).masked_fill(masked, -torch.inf)
 
     def report(self) -> ModeReport:
-        told = super().report()
-        return replace(told, params=told.params | {"whole_layers": self.first})
+        report = super().report()
+        return replace(report, params=report.params | {"whole_layers": self.first})

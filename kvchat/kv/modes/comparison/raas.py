@@ -1,19 +1,19 @@
-"""raas: pages of the answer are read until they were unimportant for the longest time.
+"""raas: reads the whole prompt, and drops the page of the answer that was unimportant for the longest time.
 
-Paper: RaaS (arXiv 2502.11147), as remembered from it and its reviews. All tokens of the prompt are kept. Of the decoded
-ones pages are kept, each with the step at which it last mattered: at every step the upper half of the kept pages by
-Quest's bound (see quest) gets the time of now. Where a new page begins and there are more than the budget, the one
-whose time is oldest is dropped for good.
+Paper: RaaS (arXiv 2502.11147), as remembered from it and its reviews. All tokens of the prompt are kept. Pages of the
+answer are kept with the step at which they last mattered: at every step the upper half of the kept pages by Quest's
+bound (see quest) gets the current time. If a new page exceeds the budget, the page with the oldest time is dropped for
+good.
 
 Departures:
-    * The budget counts the pages of the answer alone, and the prompt is read whole whatever its length. (The paper
-      reads long prompts by Quest's rule.) What a turn begins with is prompt: at the next one everything is read again.
-      So is what is stored where the mode is entered, tokens are taken back or other messages pinned during an answer.
+    * The budget counts only pages of the answer, and the prompt is read whole whatever its length. (The paper reads
+      long prompts by Quest's rule.) Everything stored when a turn begins is prompt, so the next turn reads it all
+      again; likewise if the mode is entered, tokens are withdrawn or other messages are pinned during an answer.
     * Half is the paper's r = 50 %; its other rule, a threshold for the estimated weight, is left out.
     * Pages have 32 tokens (the paper: 16). The page that a prompt ends in belongs to it; the page being filled always
-      matters. Of pages with the same time the oldest page is dropped.
+      matters. Of pages with the same time the first is dropped.
     * A KV head has one choice, by its group's highest score (FreeKV's adaption).
-    * The memory saved is not saved (``kept``).
+    * It saves no memory (``kept``).
 
 Shapes: tables ``[layers, H, n]``, bounds ``[layers, H, page, 2 * d_k]``, times ``[layers, H, page]``.
 Costs: a step scores all pages; it reads as many slots as in full mode, some of them masked.
@@ -32,11 +32,11 @@ from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.state import KVState
 
 NEVER = 2**62  # later than any step
-HALVES = 2  # of the pages' ranks, the upper one matters
+HALVES = 2  # pages rank in halves, of which the upper one matters
 
 
 class RaaS(KeptMode):
-    """The prompt, and the pages of the answer that mattered last."""
+    """The prompt, and the pages of the answer that mattered most recently."""
 
     parameters: RaaSParameters
 
@@ -100,11 +100,11 @@ class RaaS(KeptMode):
         return ModeReport(self.parameters.model_dump(), stats)
 
     def _decoded(self) -> int:
-        """Pages that began after the prompt, with the one that the next token is in."""
+        """Pages that began after the prompt, including the next token's."""
         return self.state.total // self.geometry.page + 1 - self.first
 
     def _grow(self) -> None:
-        """Have bounds and a time for each page of slots."""
+        """Extend bounds and times to all slots."""
         pages = self.slots.n // self.geometry.page
         self.index.reserve(self.slots.n)
         if (more := pages - self.times.shape[2]) > 0:

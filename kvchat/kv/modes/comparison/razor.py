@@ -1,17 +1,17 @@
 """razor: a few heads keep everything, the others the first and the most recent tokens.
 
-Paper: RazorAttention (arXiv 2407.15891), algorithm 1. Retrieval heads keep all tokens; of a prompt of N tokens the
-others keep the first 4 and the last max(S0, N / C), and as many while it is decoded.
+Paper: RazorAttention (arXiv 2407.15891), algorithm 1. Retrieval heads keep all tokens; the others keep the first 4 of a
+prompt of N tokens and the last max(S0, N / C), and as many during decoding.
 
 Departures:
-    * Retrieval heads are found by kvchat's calibration, which measures how well each KV head finds a hidden fact. The
-      paper takes 14 % for induction and 1 % for echo, by a random sequence that is repeated; here it is 15 % in all.
+    * kvchat's calibration finds retrieval heads by how well each KV head finds a hidden fact, and 15 % of the heads
+      count as such. The paper takes 14 % for induction and 1 % for echo, measured on a repeated random sequence.
     * What the other heads drop is not averaged into a compensation token: attention has no bias for one slot.
-    * S0 is the budget less the 4; the paper's is remembered to be 4,000, its C 5.
-    * N is counted anew at every prompt, from everything stored.
-    * The memory saved is not saved (``kept``).
+    * S0 is the budget less the 4; as remembered, the paper's S0 is 4,000 and its C is 5.
+    * N is the number of stored tokens at every prompt.
+    * It saves no memory (``kept``).
 
-Until the model's heads are calibrated everything is read.
+Until the model's heads are calibrated it reads everything.
 
 Shapes: tables ``[layers, H, n]``. Costs: a step looks at all tables once; nothing moves.
 """
@@ -28,7 +28,7 @@ from kvchat.kv.modes.comparison.kept import KeptMode
 from kvchat.kv.state import KVState
 
 SINK = 4
-PROMPT_SHARE = 5  # of the prompt's tokens one in so many is recent, at least
+PROMPT_SHARE = 5  # at least one in so many of the prompt's tokens is recent
 
 
 class Razor(KeptMode):
@@ -80,6 +80,6 @@ class Razor(KeptMode):
 
     def report(self) -> ModeReport:
         heads = self.geometry.layers * self.geometry.kv_heads
-        told = "all: not calibrated yet" if self.needs_calibration else f"{len(self.retrieval)} of {heads}"
-        stats = {"retrieval heads": told, "recent": self.window}
+        found = "all: not calibrated yet" if self.needs_calibration else f"{len(self.retrieval)} of {heads}"
+        stats = {"retrieval heads": found, "recent": self.window}
         return ModeReport(self.parameters.model_dump() | {"budget": self.budget}, stats)

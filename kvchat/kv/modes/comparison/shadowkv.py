@@ -1,17 +1,17 @@
-"""shadowkv: pages by the attention to their mean keys, beside pages whose keys the mean describes badly.
+"""shadowkv: pages by the attention to their mean keys, and pages whose keys the mean describes badly.
 
 Paper: ShadowKV (arXiv 2410.21465), its selection; parameters as in the authors' program. A page's landmark is the mean
-of its rotated keys. After a prompt the outliers are, in each KV head, the pages with the lowest minimum of
-cos(landmark, key): they have no landmark and are always read. So are the newest pages. Of the others a token reads
-those of highest softmax(q . landmark / sqrt(d)), the highest of the group's query heads.
+of its rotated keys. After a prompt each KV head's outliers are the pages with the lowest minimum of cos(landmark, key):
+they have no landmark and are always read, as are the newest pages. A token reads the other pages of highest
+softmax(q . landmark / sqrt(d)), by the maximum over the group's query heads.
 
 Departures:
     * The keys are not compressed. The paper keeps a singular value decomposition of rank 160 of the unrotated keys on
-      the device and recalls values alone; here exact keys and values are recalled, so what is read is the same, but
-      for the error of that rank, and memory and traffic are not the paper's.
-    * A page has 32 tokens, a chunk there 8. The budget is that of everything read: of its pages two are the newest, a
-      sixth of the rest outliers (there 384 tokens beside 2,048): none with less than 256 tokens.
-    * What was decoded is chosen among from when it leaves the newest pages; the paper keeps all of it.
+      the device and recalls only values; this mode recalls exact keys and values, so it reads the same tokens without
+      the error of that rank, but memory and traffic are not the paper's.
+    * A page has 32 tokens, the paper's chunk 8. The budget covers everything read: two of its pages are the newest, a
+      sixth of the rest are outliers (the paper: 384 tokens in addition to 2,048), none below 256 tokens.
+    * Decoded pages become candidates when they leave the newest pages; the paper keeps all of them.
 
 Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k]``. Costs: as quest, half the index.
 """
@@ -30,7 +30,7 @@ from kvchat.kv.ops.selection import best, mask_of
 from kvchat.kv.state import KVState
 
 NEWEST_PAGES = 2
-OUTLIER_SHARE = 6  # of the pages beside the newest ones one in so many
+OUTLIER_SHARE = 6  # one in so many of the pages other than the newest
 
 
 class Landmarks(PageIndex):
@@ -78,7 +78,7 @@ class ShadowKV(PageChoice):
         super().fill(fresh)
 
     def _least_alike(self, layer: int) -> Tensor:
-        """The outliers ``[H, n]`` of the full pages that are stored, but for the newest ones."""
+        """The outliers ``[H, n]`` among the stored full pages, except the newest ones."""
         g = self.geometry
         pages = self.state.total // g.page - (self.newest_pages - 1)
         if pages <= 0:
@@ -93,6 +93,5 @@ class ShadowKV(PageChoice):
         logits = torch.bmm(grouped, landmarks.transpose(1, 2)).float()
         is_outlier = mask_of(self.outlying[layer - self.first], self.index.pages) & ~masked
         others = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
-        # A softmax over nothing is no number.
-        shares = others.softmax(-1).nan_to_num(0).amax(1)
+        shares = others.softmax(-1).nan_to_num(0).amax(1)  # NaN if all are masked
         return shares.masked_fill(is_outlier, torch.inf).masked_fill(masked, -torch.inf)

@@ -1,25 +1,24 @@
 """snapkv: the tokens that a prompt's last tokens attend to.
 
-Paper: SnapKV (arXiv 2404.14469); parameters as in the authors' program. The last w tokens of a prompt vote: a token
-before them has the sum of the weights that their queries give it in a softmax over all, averaged with its neighbors'
-(5 tokens), and each KV head keeps the budget - w tokens of highest score and the window. Whatever is decoded after
-that is kept too, beyond the budget.
+Paper: SnapKV (arXiv 2404.14469); parameters as in the authors' program. The last w tokens of a prompt vote: the score
+of a token before them is the sum of their queries' weights for it, in a softmax over all, averaged with its neighbors'
+(5 tokens). Each KV head keeps the budget - w tokens of highest score and the window. Tokens decoded after that are kept
+too, beyond the budget.
 
 Departures:
-    * It is chosen anew at every prompt, from everything stored: SnapKV per turn. The paper drops for good.
-    * The scores are the mean over the query heads of a group; the paper's models have groups of one, its program votes
-      by query head.
-    * A prompt votes with the queries that are known of it, w at most: of one whose beginning was stored before, with
-      those of what was read anew. An answer to an earlier question is begun again by its last token alone, and so is
-      one in a conversation that was reopened ("observed" says by how many).
-    * Where none is known the last token's votes.
-    * The memory saved is not saved (``kept``).
+    * Every prompt chooses again, from everything stored: SnapKV per turn. The paper drops for good.
+    * The scores are averaged over a group's query heads; the paper's models have groups of one, its program votes by
+      query head.
+    * Only known queries vote, at most w: those of tokens that were processed for this prompt, not of a prefix that was
+      stored before. If an earlier question is answered again or a conversation was reopened, only the last token votes
+      ("observed" says how many did). So it does if no query is known.
+    * It saves no memory (``kept``).
 
-The paper's runs are remembered to take the maximum of neighbors; its program's default is the average.
+As remembered, the paper's runs take the maximum of neighbors; its program's default is the average.
 
-Shapes: tables ``[layers, H, n]``. Costs: once a prompt w softmaxes over all tokens in each layer, whose weights are
-there at once (512 MiB for 32 query heads and 131,072 tokens, beside that layer's K/V), and what that layer's scores
-take; a token reads as many slots as in full mode, most of them masked.
+Shapes: tables ``[layers, H, n]``. Costs: for each prompt w softmaxes over all tokens in each layer, whose weights are
+in memory together (512 MiB for 32 query heads and 131,072 tokens, in addition to that layer's K/V), and that layer's
+scores; a token reads as many slots as in full mode, most of them masked.
 """
 
 from __future__ import annotations
