@@ -1,6 +1,6 @@
-"""``kvchat ask``: one answer without a screen. Its text goes to stdout as it comes, everything else to stderr.
+"""``kvchat ask``: streams one answer to stdout; everything else goes to stderr.
 
-The session of a command without a screen is opened with its progress on stderr and ended by Ctrl+C.
+Other commands without a screen open their session here too: progress goes to stderr, and Ctrl+C ends the answer.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class SwitchAt:
 
     @classmethod
     def read(cls, text: str, chosen: Settings) -> SwitchAt:
-        """``N:MODE[,KEY=VALUE...]``; only what is named is given, the settings go to the engine with the model.
+        """Parse ``N:MODE[,KEY=VALUE...]``; ``params`` omits the settings, which the engine gets with the model.
 
         Raises:
-            UsageError: it is none, or the mode or a value is refused.
+            UsageError: the text has another form, or the mode or a value is refused.
         """
         match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
         if not match:
@@ -71,9 +71,9 @@ def ask(
     as_json: bool,
     show_stats: bool,
 ) -> int:
-    """Load, answer, print; the exit code.
+    """Load the model, answer and print; return the exit code.
 
-    A switch that is refused is said on stderr; the answer goes on, and the exit code is the refusal's.
+    A refused switch is reported on stderr; the answer continues, and the exit code is that of the refusal.
 
     Raises:
         KvchatError: the model cannot be loaded or the answer cannot be given.
@@ -86,7 +86,7 @@ def ask(
 
         def between(generated: int) -> None:
             if interrupted:
-                session.cancel()  # it came while the prompt was being encoded, before the answer began
+                session.cancel()  # Ctrl+C came while the prompt was being encoded, before the answer began
             switcher.between(generated)
 
         finished = _answer(session.answer(turns, sampling, between), session, is_shown=not as_json)
@@ -102,14 +102,14 @@ def ask(
     if interrupted:
         return INTERRUPTED
     if not is_server(load.model):
-        _finish_keeping()
+        _finish_compiling()
     return switcher.exit_code
 
 
-def _finish_keeping() -> None:
-    """Wait for the loops and packed weights that are still being made: whoever only ever asks would never have them.
+def _finish_compiling() -> None:
+    """Wait until loops are compiled and weights are packed: with ``kvchat ask`` alone they never would be.
 
-    No process is left instead that would go on unseen. Ctrl+C ends the wait: the answer is there.
+    A process left behind would run unseen. Ctrl+C ends the wait.
     """
     from kvchat.models import compile_ahead  # imports torch, as the session has
 
@@ -119,7 +119,7 @@ def _finish_keeping() -> None:
 
 
 def stats_table(stats: Stats) -> str:
-    """One aligned line for each number; a dash where there was nothing to measure."""
+    """One aligned line for each number; a dash if nothing was measured."""
     rows = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     rows["switches"] = len(stats.switches)
     rows |= rows.pop("extras")
@@ -127,7 +127,7 @@ def stats_table(stats: Stats) -> str:
 
 
 class _Switcher:
-    """Does the switches that are due; ``pending`` are still to come."""
+    """Switches modes during an answer; ``pending`` are the switches still to come."""
 
     def __init__(self, session: Session | RemoteSession, switches: Sequence[SwitchAt]) -> None:
         self.pending = sorted(switches, key=lambda switch: switch.after)
@@ -186,7 +186,7 @@ def opened_at_server(load: Load) -> RemoteSession:
     """Open a session with the model of a server.
 
     Raises:
-        KvchatError: there is none, or a package is missing.
+        KvchatError: no server answers, or a package is missing.
     """
     libraries.require("remote", f"Talking to {load.model}")
     from kvchat.remote.session import open_session
@@ -215,7 +215,7 @@ def opened(load: Load) -> Session:
 
 @contextmanager
 def interrupt_cancels(session: Session | RemoteSession) -> Iterator[list[int]]:
-    """Ctrl-C ends the answer after the token in hand, a second one at once; the list tells whether it came."""
+    """Ctrl+C ends the answer after the current token, a second Ctrl+C immediately; it also fills the list."""
     interrupted: list[int] = []
 
     def cancel(number: int, _frame: object) -> None:
@@ -231,7 +231,7 @@ def interrupt_cancels(session: Session | RemoteSession) -> Iterator[list[int]]:
 
 
 def _quiet() -> None:
-    """Before transformers is imported: its progress bars and warnings would mix with stderr's few lines."""
+    """Silence transformers before its import: progress bars and warnings would mix with kvchat's lines on stderr."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:

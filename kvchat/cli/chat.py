@@ -1,7 +1,7 @@
 """``kvchat``, ``kvchat chat`` and ``kvchat replay``: the application, on the whole screen or line by line.
 
-The question of a command is its argument, the files before it and what was piped in. A recorded run is played without
-torch and without a model.
+Also composes the question of other commands from their argument, files and piped text. ``replay`` needs neither torch
+nor a model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ENGINE = process.python("-m", "kvchat.replay.engine")
 
 
 def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None = None, prompt: str = "") -> int:
-    """Run the application until the user leaves; the exit code.
+    """Run the application until the user leaves; return the exit code.
 
-    ``plain`` has it line by line, which it also is without a terminal or on one that can only print. ``record`` is a
-    new file for what the engine reports. ``prompt`` is asked first, about what is piped in.
+    It runs line by line if ``plain``, without a terminal, or on one that can only print. ``record`` is a new file for
+    the engine's events. ``prompt`` is the first question; piped text is attached to it.
     """
     problems: list[str] = []
     resolved = load_settings(flags, problems.append)
@@ -75,7 +75,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
 
 
 def start(config: AppConfig, plain: bool) -> int:
-    """Run the application as it suits the terminal; the exit code."""
+    """Run the application on the whole screen or line by line; return the exit code."""
     if plain or prefers_lines():
         from kvchat.tui.plain.chat import run as run_plain
 
@@ -91,7 +91,7 @@ def start(config: AppConfig, plain: bool) -> int:
 def prefers_lines() -> bool:
     """True if there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines.
 
-    Textual draws on stderr: in a file or in /dev/null the whole screen would be there.
+    stderr has to be a terminal too, because Textual draws on it.
     """
     if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
         return True
@@ -112,17 +112,17 @@ def load_of(chosen: Settings) -> Load:
 
 
 def keeping(chosen: Settings, on_disk: bool, folder: Path) -> Keeping:
-    """K/V tell what was said: they are on disk, in ``folder``, only where the conversations are."""
+    """How much K/V to keep; in ``folder`` on disk only if conversations are saved, because K/V reveal their text."""
     return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), str(folder) if on_disk else "")
 
 
 def is_asked_for(resolved: Resolved, key: Key) -> bool:
-    """True if a setting was given to this start, on the command line or by a variable."""
+    """True if a setting was given for this run, on the command line or by a variable."""
     return resolved.origins.get(key, "").startswith(("--", "KVCHAT_"))
 
 
 def _asked_params(resolved: Resolved) -> dict[str, Params]:
-    """The parameters of modes given to this start, by the mode."""
+    """The mode parameters given for this run, by mode."""
     asked: dict[str, Params] = {}
     for key in resolved.origins:
         if key[0] == "kv" and len(key) == 3 and is_asked_for(resolved, key):
@@ -131,7 +131,7 @@ def _asked_params(resolved: Resolved) -> dict[str, Params]:
 
 
 def _draws(stream: Any) -> bool:
-    """True if the stream's encoding has the signs that a screen is drawn with."""
+    """True if the stream's encoding has the characters that the screen is drawn with."""
     try:
         return bool("╭─▓".encode(stream.encoding or "ascii"))
     except (LookupError, UnicodeEncodeError):
@@ -143,7 +143,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def turns(prompt: str | None, named: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
-    """The turns of a command: the system prompt, if there is one, and the question with the text that was piped in.
+    """The turns of a command: the system prompt, if there is one, and the question with piped text.
 
     Raises:
         KvchatError: as ``piped`` and ``compose``.
@@ -153,23 +153,23 @@ def turns(prompt: str | None, named: Sequence[Path], system: str | None) -> tupl
 
 
 def piped() -> bytes:
-    """The text that comes through stdin; empty from a terminal.
+    """The bytes piped into stdin; none from a terminal.
 
     Raises:
-        DoesNotFitError: it is more than a model could read, perhaps without an end.
+        DoesNotFitError: they are more than any model reads, perhaps endless.
     """
     raw = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read(MAX_BYTES + 1)
     return files.limited(raw, MAX_BYTES, "stdin")
 
 
 def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
-    """The user's turn: the ``named`` files, what was piped in as one more of them, and the prompt.
+    """The user's turn: the ``named`` files, piped text as another file, and the prompt.
 
-    Without a prompt what was piped in is the prompt.
+    Without a prompt the piped text is the prompt.
 
     Raises:
-        UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
-        DoesNotFitError: a file is larger than what a model could read.
+        UsageError: the turn is empty, a file cannot be read, or something is not UTF-8.
+        DoesNotFitError: a file is longer than any model reads.
     """
     parts = [fenced(str(path), _read(path)) for path in named]
     written, context = typed(prompt or ""), files.for_a_model(piped, "stdin")
@@ -181,7 +181,7 @@ def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
 
 
 def typed(prompt: str) -> str:
-    """A prompt of the command line; the shell hands on bytes that are not UTF-8 as lone surrogates.
+    """A prompt of the command line, in which lone surrogates stand for bytes that are not UTF-8.
 
     Raises:
         UsageError: it has such bytes.
@@ -190,12 +190,12 @@ def typed(prompt: str) -> str:
 
 
 def as_file(piped: str) -> str:
-    """The text piped in beside a prompt, as a file is sent; nothing for white space."""
+    """Text piped in along with a prompt, fenced like a file; empty for white space."""
     return fenced("stdin", piped) if piped.strip() else ""
 
 
 def _read(path: Path) -> str:
-    """The text of a file, or of a pipe, as of a shell's ``<(COMMAND)``."""
+    """The text of a file, or of a pipe such as a shell's ``<(COMMAND)``."""
     try:
         if not path.is_fifo():
             return files.read_text(path, MAX_BYTES)
@@ -207,13 +207,13 @@ def _read(path: Path) -> str:
 
 
 def replay(file: Path | None, plain: bool) -> int:
-    """Play ``file``, or the demonstration that comes with kvchat; the exit code.
+    """Play ``file``, or the demonstration that comes with kvchat; return the exit code.
 
     Raises:
-        UsageError: the file is no recording, or a setting is wrong.
+        UsageError: the file is not a recording, or a setting is wrong.
     """
     chosen = file or paths.bundled_recording()
-    recording.read(chosen)  # refused here, not behind the screen
+    recording.read(chosen)  # before a screen hides the error
     from kvchat.tui.state import AppConfig
 
     resolved = sources.load()

@@ -1,4 +1,4 @@
-"""``kvchat chats``: the conversations kept, without a screen."""
+"""``kvchat chats``: saved conversations, without a screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ID_CHARACTERS = 8  # of 32: enough to tell conversations apart
 
 Chat = Annotated[str, typer.Argument(metavar="CHAT", help="its number in `kvchat chats list`, or the start of its id")]
 
-app = typer.Typer(rich_markup_mode=None, help="List, export, import or delete conversations.", no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, help="Manage saved conversations.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -32,7 +32,7 @@ def list_chats(
     text: Annotated[str | None, typer.Argument(help="only conversations that contain this text")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
-    """List the conversations, the latest first. The commands here and /open take their numbers."""
+    """List the conversations, the latest first. The other commands and /open take their numbers."""
     with _store() as store:
         found = store.search(text or "")
         numbers = {summary.id: number for number, summary in enumerate(store.recent(limit=-1), 1)}
@@ -104,7 +104,7 @@ def _store() -> Iterator[ConversationStore]:
 
 
 def _find(store: ConversationStore, named: str) -> str:
-    """The id of the conversation with this number, or that begins so; fewer digits than are listed are a number."""
+    """The id of the conversation with this number or start of an id; a number has fewer than ``ID_CHARACTERS``."""
     ids = [summary.id for summary in store.recent(limit=-1)]
     if named.isdecimal() and len(named) < ID_CHARACTERS:
         found = ids[int(named) - 1 : int(named)] if int(named) else []

@@ -30,7 +30,7 @@ def compare_command(
         ),
     ] = None,
     file: Files = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write it to a new .md or .json as well")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="also write it to a new .md or .json")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of lines")] = False,
 ) -> None:
     """Answer one prompt in several modes or budgets, and compare. Shows where answers differ, and what each costs."""
@@ -57,7 +57,7 @@ def compare_command(
 def compare(
     load: Load, turns: tuple[Turn, ...], variants: tuple[Variant, ...], sampling: Sampling
 ) -> tuple[Comparison, bool]:
-    """Load and compare: what the variants have answered, and whether a person stopped them.
+    """Load the model and compare; return the answers, and whether Ctrl+C stopped the comparison.
 
     Raises:
         KvchatError: the model cannot be loaded, the question is refused, or nothing was answered before it was stopped.
@@ -69,13 +69,13 @@ def compare(
         note(text)
     from kvchat.models import compile_ahead  # imports torch, as the session has
 
-    compile_ahead.finish(progress)  # or the modes that answer first would be the slower ones
+    compile_ahead.finish(progress)  # or it would slow down the modes that answer first
     progress("")
     running = RunningComparison(turns[-1].content, session.info.model, variants, sampling)
     with interrupt_cancels(session) as interrupted:
         events = session.compare(turns, variants, sampling)
         if interrupted:
-            session.cancel()  # it came while nothing was asked yet
+            session.cancel()  # Ctrl+C came before the comparison began
         try:
             for event in events:
                 match event:

@@ -22,7 +22,7 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 
 @app.command()
 def show() -> None:
-    """Print every setting with where it was set."""
+    """Print every setting, and where it was set."""
     for unknown in sources.unknown_variables():
         note(unknown)
     resolved = load_settings()
@@ -33,7 +33,7 @@ def show() -> None:
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the current settings")] = None) -> None:
-    """Check the settings and your profiles. With FILE, only that one; the exit code is 2 if something is wrong."""
+    """Check the settings and your profiles, or only FILE. The exit code is 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")
@@ -43,7 +43,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
         profiles.read_file(file, None)
     else:
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
-    echo(f"{path}: {'valid' if path.exists() else 'not there; defaults apply'}")
+    echo(f"{path}: {'valid' if path.exists() else 'does not exist; defaults apply'}")
     if not file:
 
         def check(profile: Path) -> None:
@@ -70,7 +70,7 @@ def print_schema() -> None:
 
 
 def _check_theme(source: SettingsSource) -> None:
-    """Check what only the application knows, that there is such a theme; another check refuses what is no text."""
+    """Check that the theme exists, which only the application knows; another check refuses a value that is not text."""
     from kvchat.tui import themes
 
     wanted = source.values.get(("ui", "theme"), themes.DEFAULT)
@@ -83,20 +83,20 @@ def _check_theme(source: SettingsSource) -> None:
 
 
 def _check_keys(source: SettingsSource) -> None:
-    """Check what only the application knows: that there are such actions and keys, and that no key does two things."""
+    """Check that the actions and keys exist and that no key does two things, which only the application knows."""
     from kvchat.tui.rebinding import check_keys
 
     given = {key[1]: value for key, value in source.values.items() if key[0] == sources.KEYS and len(key) == 2}
     try:
         check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
-        # A clash may name two, of which one is a default.
+        # A clash may name two ids, one of them with its default key.
         id = max((id for id in given if id in refused.title), key=len)
-        said = " ".join(filter(None, (refused.title, refused.detail, refused.hint)))
-        raise _refused(source, (sources.KEYS, id), f"[keys]: {said}") from None
+        message = " ".join(filter(None, (refused.title, refused.detail, refused.hint)))
+        raise _refused(source, (sources.KEYS, id), f"[keys]: {message}") from None
 
 
 def _refused(source: SettingsSource, key: Key, title: str, hint: str = "") -> UsageError:
-    """The error of a value, with its line of the file and where that lies."""
-    said = " ".join(filter(None, (title, hint)))
-    return UsageError(f"{source.origins[key]}: {said}{source.excerpts.get(key, '')}")
+    """The error of a value, with its place in the file."""
+    message = " ".join(filter(None, (title, hint)))
+    return UsageError(f"{source.origins[key]}: {message}{source.excerpts.get(key, '')}")

@@ -1,6 +1,6 @@
 """The command line: flags -> settings -> the application or a headless command.
 
-Imports neither torch nor transformers nor textual; what a command needs is imported inside it.
+Imports neither torch nor transformers nor textual: each command imports what it needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 
 CHAT = "chat"
-# What other programs have as commands, ollama among them.
+# Commands of other programs, such as ollama, and what to type instead.
 MEANT = {"help": "--help", "version": "--version", "list": "models", "pull": "-m MODEL", "run": "-m MODEL"}
 
 
@@ -49,9 +49,9 @@ def main() -> None:
         note(str(error))
         sys.exit(error.exit_code)
     except MemoryError:
-        note("Memory ran out: the system, or a limit such as ulimit -v, allows this process no more.")
+        note("Out of memory: the system, or a limit such as ulimit -v, allows this process no more.")
         sys.exit(DoesNotFitError.exit_code)
-    except Exception as error:  # noqa: BLE001  # a person is told where the traceback is instead of seeing it
+    except Exception as error:  # noqa: BLE001  # the message names the file with the traceback
         note(f"unexpected {type(error).__name__}: {error}".splitlines()[0] + f" {_log_traceback()}")
         sys.exit(1)
 
@@ -60,9 +60,9 @@ class Commands(TyperGroup):
     """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; a question, and the options around it, are those of the chat, options before a command its own."""
+        """Parse ``args``: a question and its options go to the chat, options before a command to the command."""
         _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
-        # A question is what is no command, not even one with a slip.
+        # Anything but a command, even a misspelled one, is a question.
         is_near = words and (words[0] in MEANT or get_close_matches(words[0], self.commands, n=1))
         is_question = words and (len(words[0].split()) > 1 or not is_near)
         if words and words[0] in self.commands:
@@ -70,7 +70,7 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, [CHAT, *args] if is_question else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command; one with a slip is refused."""
+        """Find the command; refuse a misspelled one."""
         word = args[0]
         if word not in self.commands and not ctx.resilient_parsing:
             meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
@@ -81,7 +81,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python still flushes at exit
             raise typer.Exit(0) from None
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -249,7 +249,7 @@ def locate() -> None:
         "your profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
-        "their K/V": paths.saved_kv_dir(),
+        "saved K/V": paths.saved_kv_dir(),
         "served K/V": paths.served_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
@@ -259,17 +259,17 @@ def locate() -> None:
         "bundled profiles": paths.bundled_profiles_dir(),
     }
     for name, path in places.items():
-        echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
+        echo(f"{name:<17} {path}{'' if path.exists() else '   (does not exist yet)'}")
 
 
 def _note_unused(resolved: Resolved, used: list[str]) -> None:
     """Say which mode parameters on the command line have no effect."""
-    having: dict[str, set[str]] = {}
+    modes_of: dict[str, set[str]] = {}
     in_use = {*used, *(modes.ENTERED_BY_AUTO if modes.AUTO in used else ())}
     for key, origin in resolved.origins.items():
         if origin.startswith("--") and len(key) == 3:
-            having.setdefault(origin, set()).add(key[1])
-    for origin, names in having.items():
+            modes_of.setdefault(origin, set()).add(key[1])
+    for origin, names in modes_of.items():
         if not names & in_use:
             spills = origin == "--budget" and "resident" in modes.choosable()[used[0]].model_fields
             hint = f" To set what {used[0]} keeps on a GPU: --param resident=N." if spills else ""
@@ -279,7 +279,7 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
 
 
 def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
-    """Say what parameters cost that the command line gives to a mode of whose ``own`` they are."""
+    """Say what each parameter on the command line costs that its mode lists in ``own``."""
     kv = resolved.settings.kv
     given = [
         (key[1], key[2], kv.params(key[1])[key[2]])
@@ -293,7 +293,7 @@ def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
 
 
 def _log_traceback() -> str:
-    """Append the exception being handled to the log; the sentence that says so."""
+    """Append the exception being handled to the log; return a remark that says where it is."""
     log = paths.log_file()
     try:
         files.append(log, traceback.format_exc().encode("utf-8", "replace"))

@@ -35,7 +35,7 @@ def test_version_and_help(run):
 def test_locate_creates_nothing(run, tmp_path):
     out = run("locate").out
     assert str(paths.config_file()) in out
-    assert "(not there yet)" in out
+    assert "(does not exist yet)" in out
     assert list(tmp_path.iterdir()) == []
 
 
