@@ -1,4 +1,4 @@
-"""What there is: ``kvchat models``, ``modes``, ``keys``; what a model takes: ``plan``; how it reads: ``calibrate``."""
+"""``kvchat models``, ``modes`` and ``keys``, which list; ``plan``, which computes; ``calibrate``, which measures."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 AsList = Annotated[bool, typer.Option("--json", help="print a JSON list")]
-# Tokens of a text, those decoded after it in each way, and how many texts the budget is chosen on.
+# The budget is chosen on so many books and questions about facts, each a context and decoded tokens after it.
 CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model in the list. ``type`` is the weights' quantization or dtype, ``needed_bytes`` what they take once loaded.
-    A server does not tell that; of its model ``type`` is what it tells.
+    """A model in the list. ``type`` is the weights' quantization or dtype, ``needed_bytes`` their size once loaded.
 
-    ``quantize`` is the least that makes them fit, None where nothing does or there is a ``problem``.
+    ``quantize`` is the mildest quantization that fits, None if none does or there is a ``problem``. Of a server's model
+    only ``type`` is known, as the server describes it.
     """
 
     name: str
@@ -53,46 +53,47 @@ class Row:
 def list_models(
     ctx: typer.Context,
     as_json: AsList = False,
-    around: Annotated[bool, typer.Option("--servers", help="also of servers on the usual ports")] = False,
+    servers: Annotated[bool, typer.Option("--servers", help="also list models of servers on the usual ports")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="remove the packed weights that make loading faster")] = False,
 ) -> None:
     """List the models on this machine, and whether they fit."""
-    kept = {file: file.stat().st_size for file in paths.packed_dir().glob("*")}
+    packed = {file: file.stat().st_size for file in paths.packed_dir().glob("*")}
     if clear:
-        for file in kept:
+        for file in packed:
             file.unlink(missing_ok=True)
-        note(f"{size(sum(kept.values()))} of packed weights were removed. The next load of a model packs them again.")
+        note(f"Removed {size(sum(packed.values()))} of packed weights. The next load of a model packs them again.")
         return
     chosen = load_settings(options.flags(ctx.params)).settings.model
-    there = room(chosen.device)
+    memory = room(chosen.device)
     found = catalog.find(map(Path, chosen.folders))
-    if chosen.servers or around:
+    if chosen.servers or servers:
         import asyncio  # 30 ms that no other command needs
 
         from kvchat.tui.models import of_servers
 
-        served = asyncio.run(of_servers(chosen.servers, around))
+        served = asyncio.run(of_servers(chosen.servers, servers))
         found += served
         if not served:
             note("No server was found on the usual ports. `kvchat doctor` has commands to start one.")
     rows = []
-    for one in found:
-        weights, fitting = one.weights, fit(one, chosen.dtype, there)
+    for model in found:
+        weights, fitting = model.weights, fit(model, chosen.dtype, memory)
         if weights is None or fitting is None:
-            rows.append(Row(one.name, one.kind, type=one.served or "", problem=one.problem))
+            rows.append(Row(model.name, model.kind, type=model.served or "", problem=model.problem))
         else:
             facts = weights.nbytes, weights.type, fitting.needed, fitting.quantize
-            rows.append(Row(one.name, one.kind, *facts))
+            rows.append(Row(model.name, model.kind, *facts))
     if as_json:
         echo(json.dumps([asdict(row) for row in rows], indent=2))
         return
     width = max(len(row.name) for row in rows)
     for row in rows:
         echo(f"{row.name:<{width}}  {row.kind:<7}  {row.problem or _facts(row)}")
-    where = "of this machine's memory" if there.device == "cpu" else "on the GPU"
-    note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
-    if kept:
-        note(f"{size(sum(kept.values()))} of packed weights make loading faster. `kvchat models --clear` removes them.")
+    where = "of this machine's memory" if memory.device == "cpu" else "on the GPU"
+    note(f"{size(memory.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
+    if packed:
+        total = size(sum(packed.values()))
+        note(f"{total} of packed weights make loading faster. `kvchat models --clear` removes them.")
 
 
 def _facts(row: Row) -> str:
@@ -104,7 +105,7 @@ def _facts(row: Row) -> str:
 
 
 def plan(load: Load, context: int | None, as_json: bool) -> int:
-    """Print the plan; return 0, or 3 where nothing fits.
+    """Print the plan; return 0, or 3 if nothing fits.
 
     Raises:
         KvchatError: the model or an option is refused.
@@ -121,7 +122,7 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
 
 
 def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> None:
-    """Print what a token would take on a card that need not be here.
+    """Print the computed time per token on a card, which this machine need not have.
 
     Raises:
         KvchatError: the card, the model or an option is refused.
@@ -134,10 +135,10 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
         echo(json.dumps([asdict(costs) for costs in made], indent=2))
         return
     echo("\n".join(line for costs in made for line in _card_lines(costs)))
-    echo("Computed from the bytes a token reads and data-sheet rates; - does not fit. Last column: how many")
-    echo("times as long an 8B took on an H200. `kvchat bench decode` measures this machine's card.")
+    echo("Computed from the bytes a token reads and data-sheet rates; - does not fit. Last column: the same ratio")
+    echo("for an 8B model on an H200. `kvchat bench decode` measures this machine's card.")
     ram = cards.CARDS[made[0].card].ram
-    echo(f"What full mode has in RAM (assumed: {ram} GB/s), the CPU helps to read if that is faster; cpu=0: never.")
+    echo(f"In full mode the CPU helps to read K/V in RAM (assumed: {ram} GB/s) if that is faster; cpu=0: never.")
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:
@@ -147,9 +148,9 @@ def _card_lines(made: CardCosts) -> Iterator[str]:
     name = max(map(len, made.computed_ms))
     yield f"{'ms a token after':<{name}} {''.join(f'{count(tokens):>10}' for tokens in contexts)}   measured / computed"
     yield f"{'weights alone':<{name}} {figure(made.floor_ms, digits=1):>10}"
-    for way, row in made.computed_ms.items():
+    for variant, row in made.computed_ms.items():
         cells = "".join(f"{'-' if row.get(n) is None else figure(row[n], digits=1):>10}" for n in contexts)
-        yield f"{way:<{name}} {cells}   {figure(made.measured.get(way), digits=2):>19}".rstrip()
+        yield f"{variant:<{name}} {cells}   {figure(made.measured.get(variant), digits=2):>19}".rstrip()
     yield ""
 
 
@@ -172,7 +173,7 @@ def list_modes(as_json: AsList = False) -> None:
 
 
 def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
-    """One mode; a parameter whose ``default`` is None is chosen by kvchat."""
+    """One mode as plain data; kvchat chooses a parameter whose ``default`` is None."""
     fields, defaults = parameters.model_fields, parameters().model_dump()
     return {
         "name": parameters.name,
@@ -184,7 +185,7 @@ def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
 
 
 def _default(value: Any) -> str:
-    """As it is typed."""
+    """The default as a person types it."""
     return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -227,15 +228,15 @@ def calibrate(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            exists=True, dir_okay=False, help="for the heads: use this text file instead of generated text; repeatable"
+            exists=True, dir_okay=False, help="find the heads on this text file instead of generated text; repeatable"
         ),
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="representative heads per layer; by default a quarter")] = None,
-    representatives: Annotated[str, typer.Option(help="retrieval or centroid: which heads represent")] = "retrieval",
+    representatives: Annotated[str, typer.Option(help="heads that represent: retrieval or centroid")] = "retrieval",
     coverage: Annotated[
         float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
     ] = 0.9,
-    out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
+    out: Annotated[Path | None, typer.Option(help="write to this file instead of kvchat's data folder")] = None,
 ) -> None:
     """Measure a model for sync and speculative mode. Finds which heads attend alike, and how many tokens to read."""
     if out:
@@ -256,9 +257,9 @@ def calibrate(
     measured = engine.calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )
-    file = engine.save(measured, out)
-    read_in = Coverage((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS)
-    choice = choose(loaded, read_in, coverage, progress)
+    engine.save(measured, out)  # the heads, in case choosing the budget fails or is interrupted
+    texts = Coverage((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS)
+    choice = choose(loaded, texts, coverage, progress)
     measured = replace(measured, choice=choice)
     progress("")
     heads_of = engine.representatives(measured, representatives)
@@ -272,4 +273,4 @@ def calibrate(
         note(f"No budget up to {max(BUDGETS):,} covers {coverage:.0%}: facts may be missed in speculative mode.")
     echo(f"calibration {file}")
     if out and file != paths.calibration_dir() / f"{measured.revision}.json":
-        note(f"sync mode reads calibrations in {paths.calibration_dir()}, named by revision.")
+        note(f"sync mode reads only calibrations in {paths.calibration_dir()}, named by the model's revision.")

@@ -1,6 +1,6 @@
-"""Command-line options: their types, the settings that they set, and the words that a shell completes them with.
+"""Command-line options: their types, the settings that they set, and how a shell completes them.
 
-Options of settings are made from the schema, in groups that several commands take.
+Options of settings are made from the schema, in groups that commands share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvchat.config.validation_errors import choices
 from kvchat.errors import UsageError, did_you_mean, resolve
 
 Section = type[schema.Section] | type[ModeParameters]
-# What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.
+# The settings that each option sets; for a mode's parameters they depend on the value.
 NAME: Key = ("model", "name")
 KEYS = {
     "model": (NAME,),
@@ -44,18 +44,18 @@ Record = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 Offer = tuple[str, str]
 Completer = Callable[[str], list[Offer]]
-FEW = 6  # words of an option, which stand beside it
+FEW = 6  # choices of an option that help lists
 
 
 def described(section: Section, name: str) -> str:
-    """The description of a setting in its schema, for people."""
+    """The help of a setting, from its schema."""
     field = section.model_fields[name]
     repeats = "; repeatable" if get_origin(field.annotation) is tuple else ""
     return f"{field.description}{repeats}"
 
 
 def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The option of a setting: its schema has the help, and the words where it takes one of a few."""
+    """The option of a setting, with help and choices from its schema."""
     field = section.model_fields[name]
     words, kinds = choices(field), (field.annotation, *get_args(field.annotation))
     number = next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
@@ -67,10 +67,10 @@ def setting(section: Section, name: str, *flags: str, complete: Completer | None
     )
 
 
-def left_out(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The type of the option of a setting that keeps its value where the option is left out.
+def optional(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
+    """The type of an option that changes its setting only if it is given.
 
-    A number stays a text, as in the environment: the settings refuse what is none, in their own words.
+    Numbers stay text, as in the environment, so that the settings check them and word the errors.
     """
     annotation = section.model_fields[name].annotation
     kind: Any = bool if annotation is bool else list[str] if get_origin(annotation) is tuple else str
@@ -78,7 +78,7 @@ def left_out(section: Section, name: str, *flags: str, complete: Completer | Non
 
 
 def taking(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups, between its arguments and its own; ``flags`` finds what is given."""
+    """Give a command the options of these groups, between its arguments and its own options; ``flags`` reads them."""
     shared = {name: hint for group in groups for name, hint in group.items()}
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def taking(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callab
             command(**{name: value for name, value in given.items() if name not in shared})
 
         own = inspect.signature(command, eval_str=True).parameters.values()
-        options = [each for each in own if any(isinstance(one, OptionInfo) for one in get_args(each.annotation))]
+        options = [each for each in own if any(isinstance(hint, OptionInfo) for hint in get_args(each.annotation))]
         arguments = [each for each in own if each not in options]
         middle = [parameter(name, hint, None) for name, hint in shared.items()]
         return signed(run, command.__doc__ or "", [*arguments, *middle, *options])
@@ -95,7 +95,7 @@ def taking(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callab
 
 
 def parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """A parameter of a command, given by its name."""
+    """A keyword parameter of a command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
@@ -112,8 +112,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     """The settings among a command's options.
 
     Raises:
-        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``. Or what
-            is wrong with the ``--preset``, over which the other options go.
+        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; several modes begin like ``--mode``; or the
+            ``--preset``, which the other options override, cannot be used.
     """
     model = params.get("named") or params.get("model")  # ``ModelArgument`` or -m
     params = {**params, "model": model, "mode": mode_named(params.get("mode"))}
@@ -131,10 +131,10 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
 
 
 def mode_named(given: str | None) -> str | None:
-    """The mode that ``given`` is or begins, as in ``/mode``; what begins none stays, for the settings to refuse.
+    """The mode that ``given`` names or abbreviates, as in ``/mode``; other text is left for the settings to refuse.
 
     Raises:
-        UsageError: it begins several.
+        UsageError: it abbreviates several modes.
     """
     begins_one = given and any(name.startswith(given.lower()) for name in modes.choosable())
     return resolve(given, modes.choosable(), "KV mode") if given and begins_one else given
@@ -143,7 +143,7 @@ def mode_named(given: str | None) -> str | None:
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
     """The keys of a shared parameter: of ``mode`` and of every other that shares it and accepts the value.
 
-    If no mode accepts it, ``mode`` or else all that share it refuse it.
+    If no mode accepts the value they are those of ``mode``, or else of all that share it, which will refuse it.
     """
     is_shared = mode is None or parameter in modes.shared_by(mode)
     sharing = [name for name in modes.having(parameter) if is_shared and parameter in modes.shared_by(name)]
@@ -164,28 +164,28 @@ def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key
 
 
 def _key_of(parameter: str, value: str, mode: str | None) -> Key:
-    """The key of one mode's parameter: of the one named before it, of ``mode``, or of the only one that has it.
+    """The key of a parameter: in the mode named before it, else in ``mode``, else in the only mode that has it.
 
     Raises:
-        UsageError: there is no such mode or parameter, or it is not said which mode is meant.
+        UsageError: there is no such mode or parameter, or several modes have it.
     """
     named, dot, name = parameter.rpartition(".")
     if dot:
         if named not in modes.having(name):
-            modes.parse(named, {name: value})  # which says whether the mode or the parameter is missing
+            modes.parse(named, {name: value})  # the error says whether the mode or the parameter is unknown
         return ("kv", named, name)
     having = modes.having(name)
     if not having:
         known = {key for cls in modes.choosable().values() for key in cls.model_fields}
         raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
     if mode not in having and len(having) > 1:
-        ways = " or ".join(f"--param {other}.{name}=" for other in having)
-        raise UsageError(f"--param {name} is a parameter of {' and '.join(having)}.", hint=f"Write {ways}, or --mode.")
+        forms = " or ".join(f"--param {other}.{name}=" for other in having)
+        raise UsageError(f"--param {name} is a parameter of {' and '.join(having)}.", hint=f"Write {forms}, or --mode.")
     return ("kv", mode if mode in having else having[0], name)
 
 
 def one_of(words: Sequence[str]) -> Completer:
-    """Make a completer for a setting that takes one of few words."""
+    """Make a completer for a setting with few choices."""
 
     def complete(incomplete: str) -> list[Offer]:
         return [(word, "") for word in words if word.startswith(incomplete)]
@@ -194,7 +194,7 @@ def one_of(words: Sequence[str]) -> Completer:
 
 
 def complete_model(incomplete: str) -> list[Offer]:
-    """The bundled model and those in the hub's cache; a path is completed by the shell."""
+    """The models in the usual folders; the shell completes paths."""
     from kvchat.models import catalog
 
     return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
@@ -206,7 +206,7 @@ ModelArgument = Annotated[
 ]
 
 
-complete_device = one_of(("auto", "cpu", "cuda"))  # what every machine may have
+complete_device = one_of(("auto", "cpu", "cuda"))
 NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
 
 
@@ -215,7 +215,7 @@ def complete_mode(incomplete: str) -> list[Offer]:
 
 
 def complete_param(incomplete: str) -> list[Offer]:
-    """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
+    """``KEY=`` of all modes, and after it the choices of the parameter in any mode."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
         fields = {name: field for mode in modes.choosable().values() for name, field in mode.model_fields.items()}
@@ -226,7 +226,7 @@ def complete_param(incomplete: str) -> list[Offer]:
 
 
 def complete_theme(incomplete: str) -> list[Offer]:
-    """The bundled themes and the person's own."""
+    """The bundled themes and the user's own."""
     files = [*paths.bundled_themes_dir().glob("*.toml"), *paths.user_themes_dir().glob("*.toml")]
     return one_of(sorted({file.stem for file in files}))(incomplete)
 
@@ -236,30 +236,30 @@ def complete_preset(incomplete: str) -> list[Offer]:
 
 
 LOAD = {
-    "model": left_out(ModelSettings, "name", "-m", "--model", complete=complete_model),
-    "device": left_out(ModelSettings, "device", complete=complete_device),
-    "gpus": left_out(ModelSettings, "gpus"),
-    "split": left_out(ModelSettings, "split"),
-    "dtype": left_out(ModelSettings, "dtype"),
-    "quantize": left_out(ModelSettings, "quantize"),
-    "force": left_out(ModelSettings, "force", "--force"),
-    "chat_template": left_out(ModelSettings, "chat_template", "--chat-template"),
-    "template_args": left_out(ModelSettings, "template_args", "--template-arg"),
-    "host_dtype": left_out(KvSection, "host_dtype"),
+    "model": optional(ModelSettings, "name", "-m", "--model", complete=complete_model),
+    "device": optional(ModelSettings, "device", complete=complete_device),
+    "gpus": optional(ModelSettings, "gpus"),
+    "split": optional(ModelSettings, "split"),
+    "dtype": optional(ModelSettings, "dtype"),
+    "quantize": optional(ModelSettings, "quantize"),
+    "force": optional(ModelSettings, "force", "--force"),
+    "chat_template": optional(ModelSettings, "chat_template", "--chat-template"),
+    "template_args": optional(ModelSettings, "template_args", "--template-arg"),
+    "host_dtype": optional(KvSection, "host_dtype"),
 }
 PARAMS = {
-    "budget": left_out(BudgetParameters, "budget"),
-    "draft": left_out(FullParameters, "draft"),
+    "budget": optional(BudgetParameters, "budget"),
+    "draft": optional(FullParameters, "draft"),
     "param": Annotated[
         list[str] | None,
         typer.Option(
             metavar="[MODE.]KEY=VALUE",
-            help="a parameter of the mode, or of the one named; repeatable",
+            help="a parameter of the mode, or of MODE; repeatable",
             autocompletion=complete_param,
         ),
     ],
 }
-MODE = {"mode": left_out(KvSection, "mode", complete=complete_mode), **PARAMS}
+MODE = {"mode": optional(KvSection, "mode", complete=complete_mode), **PARAMS}
 SYSTEM = {
     "preset": Annotated[
         str | None,
@@ -269,11 +269,11 @@ SYSTEM = {
             autocompletion=complete_preset,
         ),
     ],
-    "system": left_out(ModelSettings, "system"),
-    "pin_system": left_out(ModeParameters, "pin_system", "--pin-system/--no-pin-system"),
+    "system": optional(ModelSettings, "system"),
+    "pin_system": optional(ModeParameters, "pin_system", "--pin-system/--no-pin-system"),
 }
 SAMPLING = {
-    name: left_out(SamplingSettings, name)
+    name: optional(SamplingSettings, name)
     for name in (
         "max_new_tokens",
         "temperature",
@@ -288,8 +288,8 @@ SAMPLING = {
     )
 }
 UI = {
-    "theme": left_out(UiSettings, "theme", complete=complete_theme),
-    "keep": left_out(UiSettings, "conversations", "--keep/--no-keep"),
+    "theme": optional(UiSettings, "theme", complete=complete_theme),
+    "keep": optional(UiSettings, "conversations", "--keep/--no-keep"),
 }
 
 SERVED = {

@@ -10,7 +10,7 @@ from kvchat.foreign_text import visible
 
 
 def replace_unknown_characters() -> None:
-    """Print a question mark for a character that the locale's encoding does not have; a plain C locale has few."""
+    """Print a question mark for a character that the locale's encoding lacks; a plain C locale has few."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -22,7 +22,7 @@ def echo(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """Write a text to stdout: unchanged to a file or a pipe, with control characters as marks to a terminal."""
+    """Write to stdout: unchanged to a file or a pipe, with control characters made visible to a terminal."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -39,7 +39,7 @@ def report(text: str) -> None:
 
 
 def progress(stage: str) -> None:
-    """Show a stage on stderr in place of the one before, cut to a line, an empty one to end; only on a terminal."""
+    """Show ``stage`` on stderr, cut to a line, in place of the previous one; an empty one ends. Only on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{visible(stage)[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()

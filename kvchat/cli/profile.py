@@ -1,4 +1,4 @@
-"""``kvchat profile list``: which profiles there are, and which are in force; the settings with them."""
+"""``kvchat profile list``, and loading the settings together with the GPU profiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
-    """The settings in force, with the profiles; ``problem`` is called with what is wrong with the user's profiles."""
+    """The settings, profiles included; ``problem`` is called with a sentence for each faulty profile."""
 
     def active(device: str) -> Iterable[SettingsSource]:
         found = profiles.find(device)

@@ -12,7 +12,7 @@ from kvchat.config.sources import Resolved
 from kvchat.kv.memory import available
 from kvchat.models import checkpoint
 
-FREE_SHARE = 4  # one part in so many of free host memory is for talks that are not the current one
+FREE_SHARE = 4  # one part in so many of free RAM is for conversations other than the current one
 
 
 def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[str], queue: int) -> None:
@@ -27,10 +27,10 @@ def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[
     from kvchat.serve.requests import Defaults
 
     chosen = resolved.settings
-    checkpoint.locate(chosen.model.name, progress)  # a wrong name is refused before anyone is told an address
+    checkpoint.locate(chosen.model.name, progress)  # refuses a wrong name before an address is printed
     is_kept = chosen.ui.conversations and is_asked_for(resolved, ("ui", "conversations"))
     kept = keeping(chosen, is_kept, paths.served_kv_dir())
-    if ("kv", "parked_gib") not in resolved.origins:  # clients ask for titles between the turns of a long talk
+    if ("kv", "parked_gib") not in resolved.origins:  # clients request titles between the turns of a long chat
         kept = replace(kept, parked_bytes=max(kept.parked_bytes, available.host_free() // FREE_SHARE))
     load = replace(load_of(chosen), keeping=kept)
     is_limited = ("sampling", "max_new_tokens") in resolved.origins

@@ -1,4 +1,4 @@
-"""kvchat's own files, Python and the libraries for ``kvchat doctor``: whether they can be read and imported."""
+"""Checks of ``kvchat doctor``: whether kvchat's own files can be read, and Python's libraries imported."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_HEADER_BYTES = 2**24  # a pointer of Git LFS in the weights' place claims ex
 
 
 def checks(device: str) -> Iterator[Check]:
-    """All checks of kvchat's own files but the settings; ``device`` is the one in these."""
+    """All checks of kvchat's own files but the settings; ``device`` is the one in the settings."""
     yield guarded("environment", environment)
-    yield guarded("profiles", lambda: profiles_in_force(device))
+    yield guarded("profiles", lambda: active_profiles(device))
     yield guarded("bundled model", bundled_model)
     yield guarded("modes", kv_modes)
     yield guarded("data folder", data_folder)
@@ -35,7 +35,7 @@ def checks(device: str) -> Iterator[Check]:
 def settings() -> tuple[Check, str]:
     """The settings file, and the device in the settings ("auto" if they are wrong)."""
     file = paths.config_file()
-    where = f"{file}{'' if file.exists() else ' (not there; defaults apply)'}"
+    where = f"{file}{'' if file.exists() else ' (does not exist; defaults apply)'}"
     try:
         resolved = sources.load(profiles=lambda device: profiles.find(device).sources)
     except UsageError as error:
@@ -51,8 +51,8 @@ def environment() -> Check:
     return Check("environment", "ok", found)
 
 
-def profiles_in_force(device: str) -> Check:
-    """The profiles in force for the device in the settings, and what is wrong with the user's."""
+def active_profiles(device: str) -> Check:
+    """The profiles that match the device in the settings, and what is wrong with the user's."""
     found = profiles.find(device)
     if found.problems:
         return Check("profiles", "warning", found.describe(), "\n".join(found.problems))
@@ -61,19 +61,19 @@ def profiles_in_force(device: str) -> Check:
 
 def bundled_model() -> Check:
     """The model that comes with kvchat: its configuration and the header of its weights."""
-    place = paths.bundled_model_dir()
+    folder = paths.bundled_model_dir()
     try:
-        json.loads((place / "config.json").read_text("utf-8"))
-        with (place / "model.safetensors").open("rb") as file:
+        json.loads((folder / "config.json").read_text("utf-8"))
+        with (folder / "model.safetensors").open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             tensors = len(json.loads(file.read(min(length, MAX_HEADER_BYTES))))
     except (OSError, ValueError) as error:
-        return Check("bundled model", "problem", f"{place} cannot be read: {error}", "Install kvchat again.")
-    return Check("bundled model", "ok", f"{place}, {tensors} tensors")
+        return Check("bundled model", "problem", f"{folder} cannot be read: {error}", "Install kvchat again.")
+    return Check("bundled model", "ok", f"{folder}, {tensors} tensors")
 
 
 def kv_modes() -> Check:
-    """The KV modes, with those that other packages install."""
+    """The KV modes, including those that other packages install."""
     if modes.problems():
         return Check("modes", "warning", " ".join(modes.problems()), "Repair or remove the package.")
     return Check("modes", "ok", ", ".join(modes.mode_names()))
@@ -81,11 +81,11 @@ def kv_modes() -> Check:
 
 def data_folder() -> Check:
     """The folder of logs, calibrations and models: free space and write access."""
-    place = paths.data_dir()
-    there = next((parent for parent in (place, *place.parents) if parent.exists()), Path("/"))
-    free = shutil.disk_usage(there).free
-    found = f"{place}, {size(free)} free"
-    if not (there.is_dir() and os.access(there, os.W_OK)):
+    folder = paths.data_dir()
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    found = f"{folder}, {size(free)} free"
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Check("data folder", "warning", f"{found}, not writable", "Set KVCHAT_DATA_DIR to a writable folder.")
     if free < LITTLE_DISK:
         return Check("data folder", "warning", found, "Free some space for logs, calibrations and models.")
@@ -130,7 +130,7 @@ def library(name: str) -> Check:
     if name == "torch":
         build = f", CUDA {module.version.cuda}" if module.version.cuda else ", without CUDA"
     wanted = _specifier(name)
-    # CUDA builds append a local version (2.9.0+cu128), which is no part of the comparison.
+    # The local version that CUDA builds append (2.9.0+cu128) must not count.
     if wanted is not None and not wanted.contains(module.__version__.partition("+")[0], prereleases=True):
         advice = f"kvchat was tested with {name}{wanted}; other versions may fail or give wrong results."
         return Check(name, "warning", f"{module.__version__}{build}", advice)
@@ -175,7 +175,7 @@ def _specifier(name: str) -> Any:
         wanted = [Requirement(text) for text in metadata.requires("kvchat") or ()]
     except metadata.PackageNotFoundError:
         return None
-    return next((one.specifier for one in wanted if one.name == name), None)
+    return next((each.specifier for each in wanted if each.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -194,4 +194,4 @@ def guarded(name: str, read: Callable[[], Check]) -> Check:
         return read()
     except Exception as error:  # noqa: BLE001  # whatever a library or a driver raises, the report goes on
         lines = str(error).splitlines() or [""]
-        return Check(name, "warning", MISSING, f"It could not be read: {type(error).__name__}: {lines[0]}")
+        return Check(name, "warning", MISSING, f"This check failed: {type(error).__name__}: {lines[0]}")

@@ -1,4 +1,4 @@
-"""The host and its GPUs for ``kvchat doctor``: processors, memory, container, NUMA, terminal; driver, pinned memory."""
+"""Checks of ``kvchat doctor``: processors, RAM, container, NUMA and terminal; driver, GPUs and pinned memory."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
 
 
 def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
-    """Free host memory, which holds the host pool."""
+    """Free RAM, which holds the host pool."""
     free = available.host_free(proc, cgroups)
     found = f"{size(free)} free"
     if free < LITTLE_MEMORY:
-        return Check("RAM", "warning", found, "All K/V are kept here: close programs or keep conversations short.")
+        return Check("RAM", "warning", found, "RAM holds all K/V: close programs or keep conversations short.")
     return Check("RAM", "ok", found)
 
 
@@ -85,7 +85,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
     domain, _, rest = bus.lower().partition(":")
     near = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     if not near.isdigit():
-        return Check("NUMA", "ok", f"{bus} at no known node")
+        return Check("NUMA", "ok", f"{bus} at an unknown node")
     found, cpus = (
         f"{bus} at node {near}",
         system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
@@ -170,29 +170,29 @@ def gpu(info: GpuInfo) -> Check:
 
 def chosen_device(device: str, torch: Any) -> Check:
     """Check that torch has the device in the settings."""
-    there = sees_gpu(torch)
-    if device.startswith("cuda") and not there:
+    has_gpu = sees_gpu(torch)
+    if device.startswith("cuda") and not has_gpu:
         advice = 'Set [model] device = "auto", or make the GPU visible to torch.'
         return Check("device", "problem", f"{device} is set, but torch sees no GPU", advice)
     number = int(device.partition(":")[2] or 0)
     if device.startswith("cuda") and number >= (gpus := torch.cuda.device_count()):
         advice = f'Set [model] device = "cuda:{gpus - 1}" or lower; CUDA counts from 0.'
         return Check("device", "problem", f"{device} is set, but torch sees {count(gpus, 'GPU')}", advice)
-    used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
+    used = "cpu" if device == "cpu" or not has_gpu else "cuda" if device == "auto" else device
     return Check("device", "ok", f"{used}, chosen by auto" if device == "auto" else used)
 
 
 def several(torch: Any) -> Check:
-    """The GPUs that a model can be split over, and how the first exchanges data with each of the others."""
+    """The number of GPUs to split a model over, and how the first exchanges data with each of the others."""
     count = torch.cuda.device_count()
     direct = {f"cuda:{n}": bool(torch.cuda.can_device_access_peer(0, n)) for n in range(1, count)}
-    told = [f"{'directly' if direct[each] else 'through RAM'} with {each}" for each in direct]
-    found = f"--gpus {count} splits a model too large for one; cuda:0 exchanges data {', '.join(told)}"
+    routes = [f"{'directly' if direct[each] else 'through RAM'} with {each}" for each in direct]
+    found = f"--gpus {count} splits a model too large for one; cuda:0 exchanges data {', '.join(routes)}"
     return Check("several GPUs", "ok", found)
 
 
 def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
-    """Pin ``TRIAL_BYTES`` of host memory as the host pool does, and release them."""
+    """Pin ``TRIAL_BYTES`` of RAM as the host pool does, and release them."""
     if not cuda:
         return Check("pinning", "ok", "not needed on a CPU")
     from kvchat.kv.memory import available, pinned  # they import torch
@@ -214,7 +214,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
-    """The way a decoded token would be computed, with the reason."""
+    """How a token is decoded, and why if not the fastest way."""
     name = "decode steps"
     if not cuda:
         return Check(name, "ok", "on the CPU")
