@@ -22,11 +22,11 @@ from kvchat.errors import TooMuchPinnedError, UsageError, check_known
 Params = dict[str, Any]
 MIN_BUDGET = 64
 MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and sums of several fit 64 bits
-# These mean the same in every mode that does not have them of its ``own``; tau, k, sink or window of one mode is
-# unrelated to that of another.
+# These mean the same in every mode that does not list them in ``own``; tau, k, sink and window of different modes are
+# unrelated.
 SHARED = frozenset({"budget", "pin_system", "draft"})
 GROUP = "kvchat.modes"
-SHARE = 2  # of the model's context at most one part in so many is pinned
+SHARE = 2  # at most one part in so many of the model's context may be pinned
 PAGE_FIGURES = {
     "pages per head": "pages of 32 tokens that each KV head chooses, besides those it always reads",
     "candidate pages": "stored pages that it chooses from",
@@ -40,11 +40,11 @@ OBSERVED_FIGURES = {
 class ModeParameters(BaseModel):
     """Base of all: frozen, unknown names refused.
 
-    ``implementation`` is ``package.module:Class`` of the mode itself. ``figures`` says what each figure means that the
-    mode reports, by its label: in help, and in the panels where it is chosen. ``tradeoff`` says where the mode is
-    proposed what is lost beside full mode. One that is ``for_comparison`` is entered by its name alone: F6 passes it
-    by, and nothing proposes it. ``own`` names shared parameters that hold in this mode only when they are given to it,
-    each with what it costs there: whoever gives one is told.
+    - ``implementation``: ``package.module:Class`` of the mode itself.
+    - ``figures``: the meaning of each figure that the mode reports, by its label; shown in help and panels.
+    - ``tradeoff``: what is lost compared with full mode; shown where the mode is proposed.
+    - ``for_comparison``: the mode is entered only by its name; F6 skips it and nothing proposes it.
+    - ``own``: shared parameters that apply here only if set for this mode, and what each costs; said when one is set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -59,7 +59,7 @@ class ModeParameters(BaseModel):
 
     @property
     def implemented_by(self) -> str:
-        """The class that these parameters ask for."""
+        """The implementation that these values select."""
         return self.implementation
 
     recovery: bool = False
@@ -70,7 +70,7 @@ class ModeParameters(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _left_to_kvchat(cls, value: Any, info: ValidationInfo) -> Any:
-        """``auto`` in words is no value, where there need not be one."""
+        """Read the word ``auto`` as None for parameters that kvchat may choose."""
         is_optional = info.field_name is not None and cls.model_fields[info.field_name].default is None
         return None if is_optional and value == "auto" else value
 
@@ -88,7 +88,7 @@ class FullParameters(ModeParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
     figures: ClassVar[Mapping[str, str]] = {
         "streamed from RAM": "tokens without a slot on the GPU, which it reads from RAM",
-        "attended on the CPU": "tokens in RAM that the CPU attends to, beside the GPU",
+        "attended on the CPU": "tokens in RAM that the CPU attends to, in parallel with the GPU",
         "drafts accepted": "with draft: share of drafted tokens that the answer kept",
         "tokens a round": "with draft: tokens gained by one verification, its own included",
     }
@@ -102,8 +102,10 @@ class FullParameters(ModeParameters):
 
 
 class PaperParameters(ModeParameters):
-    """Modes of a paper: with ``profile="paper"`` the defaults are those ``published``, each ``unless`` a parameter is
-    given that says the same in other words."""
+    """Modes of a paper: ``profile="paper"`` makes the ``published`` values the defaults.
+
+    ``unless`` maps a parameter to another that determines it: if that one is given, the published value is not used.
+    """
 
     published: ClassVar[Mapping[str, Any]]
     unless: ClassVar[Mapping[str, str]] = {}
@@ -147,7 +149,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: the system prompt up to a quarter of the budget, at least 4)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens kept by a prune, instead of budget, then sink + window + B (auto: from the budget)"""
+    """W, most recent tokens that a prune keeps; sets the budget to sink + window + B (auto: from the budget)"""
     B: int = Field(0, ge=0)
     """non-core tokens: recent ones kept besides the window"""
     R: int = Field(64, ge=0)
@@ -190,7 +192,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens per KV head a token may read, sinks and window included (auto: measured, 256 to 2048; pages context/32)"""
     index: Literal["bounds", "blocks", "bits2", "bits4"] | None = None
-    """chosen by: keys in 2 or 4 bits (auto: 2, or as calibrated), or for pages bounds of all keys or of 8 (FreeKV)"""
+    """choose by keys in 2 or 4 bits (auto: 2, or as calibrated), or pages by bounds of all keys or of 8 (FreeKV)"""
     unit: Literal["token", "page"] = "token"
     """choose single tokens, or pages of 32 (FreeKV)"""
     query: Literal["own", "ahead", "last"] | None = None
@@ -204,12 +206,12 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     first_full: bool = True
     """keep and attend to all tokens in the first layer"""
     rest: Literal["mean", "none"] = "mean"
-    """tokens that are not read: their pages' mean values, weighed by the index, or nothing (unit=page: nothing)"""
+    """stand-in for unread tokens: their pages' mean values, weighted by the index, or none (unit=page: none)"""
 
     @model_validator(mode="before")
     @classmethod
     def _as_freekv(cls, given: Any) -> Any:
-        """What only FreeKV has stands for FreeKV: bounds of pages; with tau also the last query."""
+        """Let parameters that only FreeKV has select it: ``tau`` or an index of bounds."""
         if not isinstance(given, dict):
             return given
         asked = {name for name, value in given.items() if value not in (None, "auto")}
@@ -220,7 +222,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         return given
 
     def of_pages(self, **changes: Any) -> SpeculativeParameters:
-        """FreeKV's, with the same budget, sinks and window, and ``changes``."""
+        """FreeKV's parameters with the same budget, sinks and window, and with ``changes``."""
         return self.model_copy(update={"index": "bounds", "unit": "page", "query": "last", **changes})
 
     @property
@@ -256,7 +258,7 @@ class FreezeParameters(PaperParameters):
     K: int = Field(32, ge=1)
     """sliding window: most recent tokens, never frozen"""
     floor: int | None = Field(None, ge=0)
-    """tokens read below which nothing freezes; above, the least relevant first (auto: 400; profile=paper: 0)"""
+    """minimum tokens to read: nothing freezes below, above the least relevant first (auto: 400; profile=paper: 0)"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a decoded token may attend to: all others are forgotten; not shared with other modes (auto: no limit)"""
 
@@ -273,14 +275,14 @@ class SyncParameters(BudgetParameters, PaperParameters):
         "k": "tokens that a following head reads because its representative chose them",
         "recent": "most recent tokens, which every following head also reads",
         "of full's memory": "K/V on the device, as a share of what full mode holds there",
-        "anticipation steps": "steps that chose anew what the next steps read, since the mode was entered",
+        "anticipation steps": "steps that renewed the choice for the next steps, since the mode was entered",
         "set overlap": "share of the choice that was also in the previous choice",
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens a following head may attend to, the most recent included (auto: from mem, at least 64 beside those)"""
     mem: float | None = Field(None, gt=0, le=1)
-    """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more where a head of two leads)"""
+    """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more if one head of two leads)"""
     clusters: int | None = Field(None, ge=1)
     """N_r: representative heads per layer (auto: from the calibration)"""
     representatives: Literal["retrieval", "centroid"] = "retrieval"
@@ -290,7 +292,7 @@ class SyncParameters(BudgetParameters, PaperParameters):
     m: int = Field(5, ge=1)
     """steps between two selections of the dynamic tokens"""
     offload: bool = True
-    """false keeps all K/V on the device, as much memory as full takes, and only masks it"""
+    """false keeps all K/V on the device, in as much memory as full mode, and only masks it"""
 
 
 class ComparedParameters(BudgetParameters):
@@ -397,7 +399,7 @@ class H2OParameters(ComparedParameters):
 
 
 class AutoParameters(ModeParameters):
-    """No mode: what is entered in place of one for kvchat to choose among them, ``kvchat.kv.auto``."""
+    """Not a mode: entering it lets ``kvchat.kv.auto`` choose one."""
 
     name: ClassVar[str] = "auto"
     title: ClassVar[str] = "chooses the mode for you: the most faithful one that is fast enough"
@@ -425,9 +427,9 @@ BUILT_IN: tuple[type[ModeParameters], ...] = (
     CakeParameters,
     H2OParameters,
 )
-# Modes by what they are for; no room above names one.
-REFERENCE = FullParameters.name  # what reads everything, and others are compared with
-COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
+# Modes by their role; no package above this one names a mode.
+REFERENCE = FullParameters.name  # reads everything; others are compared with it
+COMPARED = SpeculativeParameters.name  # compared with the reference unless another is named
 HOLDS_LEAST = StreamingParameters.name
 AUTO = AutoParameters.name
 ENTERED_BY_AUTO = (REFERENCE, COMPARED, SyncParameters.name)
@@ -439,7 +441,7 @@ def registered() -> Mapping[str, type[ModeParameters]]:
 
 
 def choosable() -> Mapping[str, type[ModeParameters]]:
-    """What may be asked for as a mode: auto, and every mode."""
+    """All that can be entered by name: auto, and every mode."""
     return {AUTO: AutoParameters, **registered()}
 
 
@@ -454,7 +456,7 @@ def mode_names() -> list[str]:
 
 
 def grouped() -> dict[str, list[type[ModeParameters]]]:
-    """All that may be asked for by the title of its group, as lists show it; that of what kvchat offers is empty."""
+    """``choosable`` by the title of its group in lists; the title of what kvchat itself offers is empty."""
     offered, compared = (
         [cls for cls in choosable().values() if cls.for_comparison is is_compared] for is_compared in (False, True)
     )
@@ -462,7 +464,7 @@ def grouped() -> dict[str, list[type[ModeParameters]]]:
 
 
 def next_mode(mode: str, step: int = 1) -> str:
-    """The mode that F6 enters ``step`` modes after ``mode``; from one that it does not visit the first."""
+    """The mode that F6 enters ``step`` modes after ``mode``; the first, if F6 does not visit ``mode``."""
     names = mode_names()
     return names[(names.index(mode) + step) % len(names)] if mode in names else names[0]
 
@@ -476,7 +478,7 @@ def shared_by(mode: str) -> frozenset[str]:
 
 
 def accepting(parameter: str, value: Any) -> list[str]:
-    """The modes that have a parameter and accept the value: modes may give one name different ranges."""
+    """The modes that have a parameter and accept the value; its range may differ between modes."""
 
     def accepts(mode: str) -> bool:
         try:
@@ -488,23 +490,23 @@ def accepting(parameter: str, value: Any) -> list[str]:
 
 
 def by_mode(mode: str, changes: Params) -> dict[str, Params]:
-    """``changes`` by the mode that they are for: those of auto may hold other modes' by their names, and its own."""
-    of_others = {name: changes[name] for name in registered() if mode == AUTO and name in changes}
-    return {**of_others, mode: {name: value for name, value in changes.items() if name not in of_others}}
+    """``changes`` by mode: those for auto may include changes for other modes, under the names of these."""
+    nested = {name: changes[name] for name in registered() if mode == AUTO and name in changes}
+    return {**nested, mode: {name: value for name, value in changes.items() if name not in nested}}
 
 
 def together(mode: str, *parts: Params) -> Params:
-    """Several changes for ``mode`` as one, as ``by_mode`` reads them; later ones go over earlier ones."""
+    """Merge changes for ``mode`` of the form that ``by_mode`` reads; later ones override earlier ones."""
     found: dict[str, Params] = {mode: {}}
     for part in parts:
-        for one, params in by_mode(mode, part).items():
-            found.setdefault(one, {}).update(params)
+        for name, params in by_mode(mode, part).items():
+            found.setdefault(name, {}).update(params)
     own = found.pop(mode)
-    return {**own, **{one: params for one, params in found.items() if params}}
+    return {**own, **{name: params for name, params in found.items() if params}}
 
 
 def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
-    """Note values given at run time for ``mode`` in ``given``; a shared one replaces what others that share it had."""
+    """Add run-time ``changes`` of ``mode`` to ``given``; a shared value replaces those of other modes that share it."""
     for other, params in given.items():
         for name in shared_by(mode) & shared_by(other) & changes.keys():
             params.pop(name, None)
@@ -512,7 +514,7 @@ def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
 
 
 def overrides_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Params]:
-    """The values given at run time that count in ``mode``: those it shares with others, and its own."""
+    """The values given at run time that apply in ``mode``: shared ones, and its own."""
     shared = {
         name: value
         for other, params in given.items()
@@ -536,7 +538,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
 def effective_params(
     mode: str, settings: Mapping[str, Params], given: Mapping[str, Params], changes: Params | None = None
 ) -> ModeParameters:
-    """The parameters of ``mode``: its settings, over them the values given at run time, over all ``changes``.
+    """The parameters of ``mode``: its settings, overridden by values given at run time, then by ``changes``.
 
     Raises:
         UsageError: as ``parse``; a shared value that the mode does not have is no error.
@@ -545,7 +547,7 @@ def effective_params(
 
 
 def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
-    """What was asked for in ``mode``: its settings, over them the values given at run time; kvchat chooses the rest."""
+    """The values set for ``mode``: its settings, overridden by values given at run time; kvchat chooses the rest."""
     shared, own = overrides_for(given, mode)
     known = choosable()[mode].model_fields if mode in choosable() else {}
     shared = {name: value for name, value in shared.items() if name in known}
@@ -553,17 +555,17 @@ def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Par
 
 
 def to_keep(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
-    """``asked_for``, for a conversation or a preset: of auto also, by name, in the modes that it enters."""
+    """``asked_for`` as a conversation or a preset saves it: for auto also, under their names, the modes it enters."""
     own = asked_for(mode, settings, given)
-    entered = {one: asked_for(one, settings, given) for one in ENTERED_BY_AUTO if mode == AUTO}
+    entered = {name: asked_for(name, settings, given) for name in ENTERED_BY_AUTO if mode == AUTO}
     return own | {
-        one: beside for one, params in entered.items() if (beside := {n: params[n] for n in params if n not in own})
+        name: more for name, params in entered.items() if (more := {n: params[n] for n in params if n not in own})
     }
 
 
 @cache
 def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
-    """All parameter classes by name, and a sentence for each entry point that was left out."""
+    """All parameter classes by name, and a sentence for each entry point that is ignored."""
     classes = {cls.name: cls for cls in BUILT_IN}
     problems = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
@@ -581,10 +583,10 @@ def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
 
 
 def _check(cls: Any) -> None:
-    """Check the value of an entry point: whether it is the parameter class of a mode.
+    """Check that the value of an entry point is the parameter class of a mode.
 
     Raises:
-        ValueError: it is none, or lacks a name, a title, an implementation or a default.
+        ValueError: it is not, or lacks a name, a title, an implementation or a default.
     """
     if not (isinstance(cls, type) and issubclass(cls, ModeParameters)):
         raise ValueError(f"its value is not a subclass of {__name__}.{ModeParameters.__name__}")
@@ -602,7 +604,7 @@ def _check(cls: Any) -> None:
 
 
 def refuse_too_much(model: str, context: int, messages: int, system: int = 0) -> None:
-    """Refuse to pin so many tokens of ``messages`` and of the ``system`` prompt beside each other.
+    """Refuse to pin so many tokens of ``messages`` and of the ``system`` prompt together.
 
     Raises:
         TooMuchPinnedError: they leave the model too little of its context for the rest.
@@ -615,5 +617,5 @@ def refuse_too_much(model: str, context: int, messages: int, system: int = 0) ->
         "Too much is pinned.",
         f"Tokens: {pinned}. Of the {context:,} that {model} can read at once, at most {context // SHARE:,} may be "
         "pinned, to leave room for the mode.",
-        "Pin less: /pin on a pinned message unpins it, /pin system the system prompt, /pin none all.",
+        "Pin less: /pin unpins a pinned message, /pin system the system prompt, /pin none everything.",
     )

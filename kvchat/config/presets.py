@@ -1,7 +1,7 @@
-"""Presets: a system prompt, sampling and a KV mode under one name; a TOML file each, written as config.toml is.
+"""Presets: a system prompt, sampling and a KV mode under one name, each a TOML file in the form of config.toml.
 
-``/preset`` keeps and uses them in the chat, ``--preset`` on the command line. One sets what its file names; the rest
-stays as it is.
+``/preset`` saves and applies them in the chat, ``--preset`` applies one on the command line. A preset changes only the
+settings in its file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of the preset that ``name`` is or begins.
+    """The file of the preset that ``name`` names or abbreviates.
 
     Raises:
-        UsageError: there is none, or several begin so.
+        UsageError: there is none, or ``name`` abbreviates several.
     """
     if not names():
         raise UsageError(f'There is no preset "{name}".', hint=f"To save one: /preset save {name} in the chat.")
@@ -53,10 +53,10 @@ def read(path: Path) -> SettingsSource:
 
 
 def save(name: str, values: Mapping[Key, Any]) -> Path:
-    """Write a preset in place of the one of that name, and return its file.
+    """Write a preset, replacing any of that name; return its file.
 
     Raises:
-        UsageError: the name would be no file's, or the file cannot be written.
+        UsageError: the name cannot be a file's, or the file cannot be written.
     """
     from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 

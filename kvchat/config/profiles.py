@@ -1,11 +1,12 @@
 """GPU profiles: settings and measured speeds for a kind of GPU, one TOML file each.
 
 A file has a table ``[match]`` with names of GPUs, a range of memory or both; settings as in config.toml; and
-``[measured]``, which ``kvchat bench decode --save-profile`` writes. A machine without a GPU is named cpu. All profiles
-that match are in force, so that one of measurements takes no settings away: value by value the user's override the
-bundled ones, and among either a name overrides memory, and both together override a name. Of equals the first by its
-file's name is the strongest. The measured speeds are those of one profile, the strongest that has any. A wrong file is
-left out, whatever asks, and everybody says so in the same words. The GPU is read through NVML, because importing torch
+``[measured]``, which ``kvchat bench decode --save-profile`` writes. A machine without a GPU is named cpu.
+
+All profiles that match apply, so that one with measurements hides no settings of another. Value by value the user's
+profiles override bundled ones; within each group a match by name overrides one by memory, and one by both overrides
+one by name; among equals the first by file name wins. Measured speeds come from one profile, the strongest that has
+any. A faulty file is ignored, with the same message everywhere. The GPU is read through NVML, because importing torch
 takes seconds.
 """
 
@@ -28,7 +29,7 @@ from kvchat.config.sources import SettingsSource, check, dotted, file_source, to
 from kvchat.errors import UsageError
 from kvchat.nvml import GpuInfo
 
-HEAD = ("match", "measured")  # what only profiles have
+HEAD = ("match", "measured")  # tables that only profiles have
 CPU = "cpu"  # the name of a machine without a GPU
 
 
@@ -64,7 +65,7 @@ Rate = Annotated[float | None, Field(gt=0)]
 
 
 class Measured(Section):
-    """Ceilings of a device, in GB/s unless said otherwise; unset is not measured."""
+    """Measured ceilings of a device in GB/s, except the versions; unset is not measured."""
 
     read: Rate = None
     """GPU memory read by kernels"""
@@ -102,7 +103,7 @@ class Profile(schema.Settings):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile, the name of its file, where each value is set, why it counts, and whether it is for this device."""
+    """A profile with its file, the origin of each value, why it applies, and whether it matches this device."""
 
     name: str
     path: Path
@@ -113,12 +114,12 @@ class ProfileFile:
 
     @property
     def is_own(self) -> bool:
-        """The user's, not a bundled one."""
+        """True for the user's, False for a bundled one."""
         return self.path.parent == paths.user_profiles_dir()
 
     @property
     def strength(self) -> tuple[bool, bool, bool]:
-        """The stronger of two profiles has the larger one."""
+        """A sort key: the stronger of two profiles has the larger one."""
         match = self.profile.match
         return self.is_own, match.name is not None, match.memory is not None
 
@@ -131,7 +132,7 @@ class ProfileFile:
 
 @dataclass(frozen=True)
 class Found:
-    """All profiles, weakest first; sentences about what is wrong with files that are left out."""
+    """All profiles, weakest first, and a sentence for each file that is ignored."""
 
     files: tuple[ProfileFile, ...]
     problems: tuple[str, ...]
@@ -147,11 +148,11 @@ class Found:
 
     @property
     def measured(self) -> Measured:
-        """The speeds measured on this device, by the strongest profile that has any."""
+        """The speeds measured on this device, from the strongest profile that has any."""
         return self._measuring.profile.measured if self._measuring else Measured()
 
     def measured_lines(self) -> Iterator[str]:
-        """These speeds as lines of TOML, each with its place as a comment."""
+        """``measured`` as lines of TOML, each with its origin as a comment."""
         if (file := self._measuring) is not None:
             for key, value in file.source.values.items():
                 if key[0] == "measured":
@@ -162,12 +163,12 @@ class Found:
         return next((file for file in reversed(self.active) if file.profile.measured != Measured()), None)
 
     def describe(self) -> str:
-        """Their names with the reason, for a person."""
+        """The active profiles' names, with why each applies."""
         return ", ".join(f"{file.name} ({file.why})" for file in self.active) or "none"
 
 
 def find(device: str) -> Found:
-    """The profiles, and which are in force for ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
+    """All profiles, and which match ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
     gpu = read_gpu(device)
     found, problems = [], []
     for folder in (paths.bundled_profiles_dir(), paths.user_profiles_dir()):
@@ -176,12 +177,12 @@ def find(device: str) -> Found:
                 found.append(read_file(path, gpu))
             except UsageError as refusal:
                 end = "\n" if "\n" in str(refusal) else " "
-                problems.append(f"{refusal}{end}It is left out.")
+                problems.append(f"{refusal}{end}This profile is ignored.")
     return Found(tuple(sorted(found, key=lambda file: file.strength)), tuple(reversed(problems)))
 
 
 def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
-    """A profile, and whether it matches ``gpu``.
+    """Read a profile and match it with ``gpu``.
 
     Raises:
         UsageError: it cannot be read, or has an unknown key or a wrong value; with its line.
@@ -203,7 +204,7 @@ def read_gpu(device: str = "auto") -> GpuInfo | None:
 
 
 def save(measured: Measured, device: str = "auto") -> Path:
-    """Write measured speeds to the user's profile for exactly this device, whose settings stay. Return its path.
+    """Write measured speeds to the user's profile for exactly this device, keep its settings, and return its path.
 
     Raises:
         UsageError: the file cannot be written, or the existing one is not TOML.
@@ -243,7 +244,7 @@ def _short(name: str) -> str:
 
 
 def _torch_without_cuda() -> bool:
-    """Torch is missing or built for the CPU; its version says so without importing it, which takes seconds."""
+    """True if torch is missing or built for the CPU; reading its version avoids an import that takes seconds."""
     try:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:

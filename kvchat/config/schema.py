@@ -39,7 +39,7 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class ModelSettings(Section):
-    """Each is the field of a ``Load`` that it is named or aliased like, but for ``OF_APPLICATION``."""
+    """Fields of ``Load`` under the same name or their alias, except ``OF_APPLICATION``."""
 
     OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
@@ -80,16 +80,16 @@ class ModelSettings(Section):
         return args
 
     def of_load(self, only_set: bool = False) -> dict[str, Any]:
-        """The fields of a ``Load``: all of them, or those that were set."""
+        """The fields of a ``Load``: all of them, or only those that were set."""
         return self.model_dump(by_alias=True, exclude=set(self.OF_APPLICATION), exclude_unset=only_set)
 
 
 class KvSettings(Section):
-    """A field ``mode`` and one section a mode, added from the registry below."""
+    """``_kv_section`` adds the choices of ``mode`` and a section for each mode, from the registry."""
 
     mode: str = Load.mode
     host_dtype: HostDtype = Load.host_dtype
-    """full K/V pages in RAM: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
+    """format of full K/V pages in RAM: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
     """GiB of RAM for the K/V of other open conversations (instant switching); 0 for none"""
     saved_gib: float = Field(4.0, ge=0, le=2**20)
@@ -122,7 +122,7 @@ class SamplingSettings(Section):
     """0 always takes the likeliest token; unset: the model's own, from generation_config.json, or else 0.7"""
     top_k: int = Field(DEFAULTS.top_k, ge=0)
     """draw among the k likeliest tokens; 0 for all"""
-    # A smaller share is lost in float32 when it is subtracted from 1.
+    # A much smaller value is lost in float32 when it is subtracted from 1.
     top_p: float = Field(DEFAULTS.top_p, ge=1e-6, le=1)
     """draw among the likeliest tokens that together have this probability"""
     min_p: float = Field(DEFAULTS.min_p, ge=0, lt=1)

@@ -1,7 +1,7 @@
-"""Changing config.toml: what a person wrote there keeps its comments, its order and its place.
+"""Changes config.toml, and keeps the comments, the order and the layout that a person wrote.
 
-A key that is there gets another value in its place. A new one takes the place of the comment that ``kvchat config
-init`` wrote for it, else the line below its table's header, else a table of its own at the end.
+An existing key gets its new value in place. A new key replaces the comment that ``kvchat config init`` wrote for it,
+else follows its table's header, else goes into a new table at the end.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Table = MutableMapping[str, Any]
 
 
 def save(path: Path, changes: Mapping[Key, Any]) -> None:
-    """Write ``changes`` into the settings file, which need not exist; None takes a key out of it.
+    """Write ``changes`` into the settings file, which need not exist; None removes a key.
 
     Raises:
-        UsageError: the file is not TOML, has a wrong value, or cannot be read or written; it is as it was.
+        UsageError: the file is not TOML, has a wrong value, or cannot be read or written; it is unchanged.
     """
     check(file_source(path))
     text = files.read_text(path) if path.exists() else ""
@@ -57,7 +57,7 @@ def _with(text: str, key: Key, value: Any) -> str:
 
 
 def _find(document: Table, key: Key) -> tuple[Table, str] | None:
-    """The table that has the key, and its name there: an action's id may be written without quotation marks."""
+    """The table that has the key, and the key's name in it: an action's id may be written without quotation marks."""
     spelled = [key, (KEYS, *key[1].split("."))] if key[0] == KEYS else [key]
     for *parents, name in spelled:
         table: Any = document
@@ -69,7 +69,7 @@ def _find(document: Table, key: Key) -> tuple[Table, str] | None:
 
 
 def _in_place_of_comment(text: str, key: Key, value: Any) -> str:
-    """``text`` with the comment ``# name = …`` in the key's table made a setting."""
+    """``text`` with the comment ``# name = …`` in the key's table replaced by the setting."""
     header = re.search(rf"^\[{re.escape('.'.join(key[:-1]))}\][^\n]*\n", text, re.MULTILINE)
     if not header:
         return text

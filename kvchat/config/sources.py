@@ -1,4 +1,4 @@
-"""Sources of settings: file, environment and flags; which source wins; refusals with file, line and column.
+"""Sources of settings: file, environment and flags; which source wins; errors with file, line and column.
 
 Precedence: defaults < bundled profile < own profile (``profiles``) < config.toml < ``KVCHAT_*`` < flags. Every source
 is a ``SettingsSource`` and is checked on its own, so a wrong value is reported even where another source overrides it.
@@ -29,13 +29,13 @@ Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
 KEYS = "keys"  # the section whose names are ids of actions, with dots in them
 DEVICE: Key = ("model", "device")
-SECTIONS = tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)  # of the settings' variables
+SECTIONS = tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)  # how the settings' variables begin
 RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR", "KVCHAT_API_KEY"}
 
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """The values one source sets; the places of these, and of a file's tables; the lines to show when one is wrong."""
+    """The values that a source sets, the origin of each and of a file's tables, and the lines to show in an error."""
 
     values: dict[Key, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class SettingsSource:
 
 @dataclass(frozen=True)
 class Resolved:
-    """All settings, and for each that is not a default where it was set."""
+    """All settings, and the origin of each that is not a default."""
 
     settings: Settings
     origins: dict[Key, str]
@@ -66,9 +66,9 @@ def load(
     environ: Mapping[str, str] = os.environ,
     profiles: Callable[[str], Iterable[SettingsSource]] = lambda device: (),
 ) -> Resolved:
-    """The settings in force; ``profiles`` gives those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
+    """All settings; ``profiles`` returns those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
 
-    Profiles are checked where they are read.
+    ``profiles`` has to check what it returns.
 
     Raises:
         UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
@@ -96,7 +96,7 @@ def _merged(sources: Sequence[SettingsSource]) -> Resolved:
 
 
 def file_source(path: Path, name: str = "") -> SettingsSource:
-    """The settings of a TOML file; none where there is no file. ``name`` stands for it in errors, by default its own.
+    """The settings of a TOML file, none if it does not exist; errors call it ``name``, by default its own.
 
     Raises:
         UsageError: the file cannot be read or is not TOML.
@@ -126,7 +126,7 @@ def environment_source(environ: Mapping[str, str]) -> SettingsSource:
     """The settings of ``KVCHAT_<SECTION>_<KEY>`` variables; empty ones count as unset.
 
     Raises:
-        UsageError: a variable that begins like a setting but is none.
+        UsageError: a variable begins like a setting's but is none.
     """
     names = _variables()
     given = {name: value for name, value in environ.items() if value and name.startswith(SECTIONS)}
@@ -136,7 +136,7 @@ def environment_source(environ: Mapping[str, str]) -> SettingsSource:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each variable that begins like kvchat's and has no effect; ``environment_source`` refuses some."""
+    """A sentence for each KVCHAT_ variable without effect, except those that ``environment_source`` refuses."""
     names = _variables()
     unknown = [name for name in sorted(environ) if name.startswith("KVCHAT_") and name not in (*names, *RESERVED)]
     return [
@@ -147,12 +147,12 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _variables() -> dict[str, Key]:
-    """Every setting by the name of its variable."""
+    """The key of every setting by its environment variable."""
     return {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
 
 
 def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:
-    """The settings of command-line flags: flag -> the keys it sets and its value, None where it was not given."""
+    """The settings of command-line flags: flag -> the keys it sets and its value, None if it was not given."""
     given = {flag: (tuple(keys), value) for flag, (keys, value) in flags.items() if value is not None}
     return SettingsSource(
         {key: value for keys, value in given.values() for key in keys},
@@ -170,13 +170,13 @@ def leaves(section: type[BaseModel] = Settings, at: Key = ()) -> Iterator[tuple[
 
 
 def dotted(key: Key) -> str:
-    """The key as TOML writes it; a name with a dot in it stands in quotation marks."""
+    """The key as TOML writes it; a name that contains a dot is quoted."""
     return ".".join(f'"{name}"' if "." in name else name for name in key)
 
 
 def template() -> str:
     """A config.toml that sets nothing and describes everything."""
-    lines = ["# kvchat's settings. What is commented out shows the defaults.\n"]
+    lines = ["# kvchat's settings. Commented lines show the defaults.\n"]
     table: Key = ()
     for key, info in leaves():
         if key[:-1] != table:
@@ -204,7 +204,7 @@ def typed(key: Key, value: Any) -> Any:
 
 
 def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: ignore[assignment]  # the default is an S
-    """The source alone as ``model``, whose sections have defaults.
+    """Parse the source alone as ``model``, whose sections have defaults.
 
     Raises:
         UsageError: an unknown key or a wrong value, each with its line.
@@ -276,10 +276,10 @@ def _excerpt(line: str, column: int | None = None) -> str:
 
 
 def _places(lines: list[str], keys: Iterable[Key]) -> dict[Key, tuple[int, int | None]]:
-    """The line of each table and key, a key inside a value its line; for a header also the column of the name."""
+    """The line of each table and key (a key inside a value has the value's); for a header also the name's column."""
     places: dict[Key, tuple[int, int | None]] = {}
     table: Key = ()
-    is_text = False  # of several lines, between three quotation marks
+    is_text = False  # inside a string of several lines
     for number, line in enumerate(lines, 1):
         header = re.match(r"\s*\[([^],[]+)\]\s*(#|$)", line)
         named = header or re.match(r"\s*([^#=]+)=", line)
@@ -305,7 +305,7 @@ def flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
 
 
 def _leaf(key: Key) -> Key:
-    """``key``; the id of an action is one name, written with quotation marks or without."""
+    """``key``, with the id of an action as one name whether or not the file quotes it."""
     return (KEYS, ".".join(key[1:])) if key[0] == KEYS and len(key) > 1 else key
 
 

@@ -1,4 +1,4 @@
-"""Refusals in people's words: what a field takes, derived from its annotation and its bounds."""
+"""Errors of refused values in plain words, derived from a field's annotation and bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def validated(model: type[M], values: Mapping[str, Any], whose: str) -> M:
-    """``values`` as a ``model``; they may be given as text. ``whose`` they are stands in the refusal.
+    """Parse ``values``, which may be text, as a ``model``; errors say ``whose`` they are.
 
     Raises:
         UsageError: a name is unknown or a value refused.
@@ -38,20 +38,20 @@ def validated(model: type[M], values: Mapping[str, Any], whose: str) -> M:
 
 
 def reason(model: type[BaseModel], details: ErrorDetails) -> str:
-    """Pydantic's reason to refuse a value of ``model``: half a sentence such as ``it must be a whole number above 0``.
+    """Why pydantic refused a value of ``model``: a clause such as ``it must be a whole number above 0``.
 
-    A validator's own ``ValueError`` is given in its own words.
+    The message of a validator's own ``ValueError`` is returned as it is.
     """
     if details["type"] == "value_error":
         return str(details["ctx"]["error"])
     field = field_at(model, details["loc"])
     if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
-        return "it must be non-empty text"  # a name of the person's in an open section
+        return "it must be non-empty text"  # a key of the user's own in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
 
 
 def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | None:
-    """The field that ``key`` leads to or into, None where there is none."""
+    """The field that ``key`` leads to or into, None if there is none."""
     field = None
     fields = model.model_fields
     for name in key:
@@ -81,7 +81,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def advice(field: FieldInfo | None) -> str:
-    """The hint of the error: the way out for a refused value."""
+    """The hint for a refused value."""
     if field is None or field.is_required():
         return "Choose another value."
     default = field.get_default(call_default_factory=True)
@@ -90,7 +90,7 @@ def advice(field: FieldInfo | None) -> str:
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words of a field that takes one of few, else none."""
+    """The values of a field that takes only a few; none if it takes others."""
     kind = _kind(field.annotation)
     if kind is bool:
         return ("true", "false")
@@ -106,7 +106,7 @@ def _kind(annotation: Any) -> Any:
 
 
 def _section(field: FieldInfo) -> type[BaseModel]:
-    """The section that the field holds, ``BaseModel`` itself where it holds none."""
+    """The section that the field holds, ``BaseModel`` itself if it holds none."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else BaseModel
 

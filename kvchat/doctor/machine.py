@@ -214,7 +214,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
-    """How a token is decoded, and why if not the fastest way."""
+    """How tokens are decoded, and what keeps them from the fastest way."""
     name = "decode steps"
     if not cuda:
         return Check(name, "ok", "on the CPU")
