@@ -1,9 +1,9 @@
 """Agreement of a mode with full: both decode the same text, and their next-token distributions are compared.
 
-Teacher-forced: after an exactly read context every token of the text is decoded by a step in the mode, so that what
-differs is what the steps read. KL divergence is that of the mode's distribution from full's, in nats. The attention
-mass covered is the share of the attention over all stored tokens, with the mode's own queries, that falls on those the
-mode read. Perplexity is that of the same tokens, each predicted from the step before it.
+Teacher-forced: after a context that full attention processes, the mode decodes every token of the text, so that only
+the tokens that its steps read differ. The divergence is KL(full || mode) in nats. The attention mass
+covered is the share of attention over all stored tokens, with the mode's own queries, that falls on those the mode
+read. Perplexity is over the same tokens, each predicted from the step before it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
 
 @dataclass(eq=False)
 class Forced:
-    """Decodes each passage once in full mode and in the variants; with ``quantizes``, only these have 8-bit pages."""
+    """Decodes each passage once in full mode and in the variants; ``quantizes`` has only these in 8-bit pages."""
 
     walk: Walk
     settings: Agreement
@@ -61,7 +61,7 @@ class Forced:
     _exact: tuple[int, Tensor] | None = None
 
     def row(self, number: int, parameters: ModeParameters) -> Row:
-        """Decode passage ``number`` in a mode; lists by token, shares covered by layer and KV head.
+        """Decode passage ``number`` in a mode; lists are by token, ``covered`` is by layer and KV head.
 
         Raises:
             KvchatError: the mode refuses.
@@ -90,7 +90,7 @@ class Forced:
         }
 
     def _of_full(self, number: int) -> Tensor:
-        """Full's logits before and after each decoded token, ``[tokens + 1, vocab]``; the last passage's are kept."""
+        """Full's logits before and after each decoded token, ``[tokens + 1, vocab]``; cached for the last passage."""
         if self._exact is None or self._exact[0] != number:
             ids, context = self.texts[number].ids, self.settings.context
             logits = self.walk.begin(ids[:context], FullParameters(), self.settings.tokens)

@@ -1,9 +1,9 @@
 """Coverage: the share of full attention that falls on the tokens a mode reads, by layer and KV head, step by step.
 
-Each text is decoded in the mode with its own next tokens, after a prompt that is read exactly. Books are what a model
-usually reads; facts are questions about what the prompt tells, answered with the words that full attention found: there
-a single head may have to see a single sentence. Beside each mode stands what as many tokens would cover if they were
-chosen by their true mass, in whole pages and one by one.
+Each text is decoded in the mode with its own next tokens, after a prompt that full attention processes. Books are what
+a model usually reads. Facts are questions about the prompt, answered with the words that full attention found: there a
+single head may have to see a single sentence. Next to each mode is the share that as many tokens would cover if they
+were chosen by their true mass, in whole pages and one by one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvchat.kv.inspect import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.models.load import LoadedModel
 
-DEPTHS = (0.1, 0.5, 0.9)  # of what is told, in turn
-KEYS = 4  # told, of which one is asked for
+DEPTHS = (0.1, 0.5, 0.9)  # of the facts, in turn
+KEYS = 4  # facts in a text, one of which is asked for
 ANSWER_TOKENS = 16
-WORTH = 0.005  # of the attention: what other sinks or another window have to cover more
+WORTH = 0.005  # of the attention, that other sinks or another window must cover in addition
 
 
 class Forced(NamedTuple):
-    """A prompt and the tokens decoded after it; without tokens, those that full attention draws."""
+    """A prompt and the tokens decoded after it; without tokens, the greedy answer of full attention."""
 
     kind: str
     prompt: Sequence[int]
@@ -74,7 +74,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
 
 
 def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
-    """Decode a text in a mode; shares by layer and KV head, mean over its steps, and the tokens read.
+    """Decode a text in a mode; mean shares over its steps by layer and KV head, and the tokens read.
 
     Raises:
         KvchatError: the mode refuses.
@@ -103,9 +103,9 @@ def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
 def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callable[[str], object]) -> TokenChoice:
     """The smallest budget with which speculative mode covers ``enough`` of the attention, in books and in facts.
 
-    Four bits come before more tokens; other sinks and windows are taken where they cover ``WORTH`` more. Where nothing
-    covers enough it is what covers most. ``settings`` without modes say what is read; ``report`` is called with each
-    text and what was found in it.
+    Four bits are tried before a larger budget; other sinks and windows are taken if they cover ``WORTH`` more. If no
+    choice covers enough it is the one that covers most. ``settings`` describe the texts; ``report`` is called with a
+    line after each.
 
     Raises:
         UsageError: no text is long enough.
@@ -114,7 +114,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
     looked_at = seeing_all(model.probe.specs, settings.context)
 
     def measured(variants: Sequence[TokenChoice]) -> list[float]:
-        """The share each covers, in the kind of text where it covers less."""
+        """The share that each variant covers, in the kind of text where it covers least."""
         found: dict[str, list[Tensor]] = {}
         for number, text in enumerate(texts):
             texts[number] = text = _with_tokens(walk, text)
@@ -138,7 +138,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
 
 
 def summarized(rows: Sequence[Row], kind: str, variant: str) -> Row:
-    """All texts of one kind in one variant as one row; layers and heads are those of the model, counted from 0."""
+    """All texts of one kind in one variant as one row; layers and heads are counted from 0."""
     place = {"kind": kind, "variant": variant}
     mine = [row for row in rows if place.items() <= row.items()]
     if not mine:
@@ -168,7 +168,7 @@ def _texts(settings: Coverage, tokenizer: Any) -> Iterator[Forced]:
 
 
 def _with_tokens(walk: Walk, text: Forced) -> Forced:
-    """The text; if it has no tokens, with the answer that full attention draws, end token included."""
+    """``text``; if it has no tokens, with the greedy answer of full attention, end token included."""
     if text.tokens:
         return text
     logits, drawn = walk.begin(text.prompt, FullParameters(), ANSWER_TOKENS), list[int]()

@@ -1,10 +1,10 @@
-"""Runs every measurement cell by cell and saves each to a file as it finishes.
+"""Runs a measurement cell by cell and saves each cell as it finishes.
 
-A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
-rows, each with the cell's coordinates in it. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+A cell is measured at once and named by its coordinates, such as variant and case; it gives one or more rows, which
+include the coordinates. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
 
-A result says what was measured: its settings, the modes with their parameters, the model, the environment and the
-commit of kvchat. By these two results are one measurement, or may stand in one report.
+A result records its settings, the modes with their parameters, the model, the environment and the commit of kvchat,
+which decide whether two results may be combined in one report.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Cell = Mapping[str, Any]
 Report = Callable[[str], None]
-# Results may be set side by side when these are alike: each changes times, most change the last digits of logits.
+# Results are comparable if these are equal: each changes times, most change the last digits of logits.
 COMPARED = ("processor", "threads", "gpu", "cuda", "torch", "transformers")
 Result = dict[str, Any]
-# What is asked of two settings is the same where all of these are.
+# The coordinates of a question or passage; variants are compared where these are equal.
 ASKED = ("task", "tokens", "depth", "case", "passage")
-NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a normal distribution
+NORMAL_95 = 1.959964  # 95 % of a normal distribution are within so many standard deviations
 
 
 @dataclass(frozen=True)
 class Frame:
     """Saves a measurement's rows and reports them.
 
-    ``file`` None keeps them in memory only; one that is there is replaced. ``report`` gets lines for a person;
+    ``file`` None keeps them in memory only; an existing file is replaced. ``report`` gets lines for a person;
     ``command`` is noted in the result.
     """
 
@@ -60,9 +60,9 @@ class Frame:
         line: Callable[[Row], str],
         summary: Callable[[list[Row]], Sequence[Row]] = list,
     ) -> Result:
-        """Measure the cells; return the result, ``head`` with their rows and their ``summary``, which is plain data.
+        """Measure the cells; return ``head`` with their rows and their ``summary`` as plain data.
 
-        What is measured so far is always in the file. A refused cell becomes a row with the reason in ``refused``.
+        The file always has what was measured so far. A refused cell becomes a row with the reason in ``refused``.
 
         Raises:
             UsageError: the file cannot be written.
@@ -97,7 +97,7 @@ def load(file: Path) -> Result:
     """Read a result.
 
     Raises:
-        UsageError: the file cannot be read, or is no result.
+        UsageError: the file cannot be read, or is not a result.
     """
     try:
         result: Result = json.loads(files.read_text(file))
@@ -126,7 +126,7 @@ def experiment(
 ) -> Result:
     """The head of a result: ``settings`` of the command, ``methods`` by variant, the model and the environment.
 
-    ``found`` are facts of the run that belong to no row and are no part of what it is, such as rates of the device.
+    ``found`` are facts about the whole run that do not identify it, such as rates of the device.
     """
     from kvchat.bench.timing import fingerprint  # imports torch
 
@@ -142,7 +142,7 @@ def experiment(
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
-    """Mode and all its parameters for each variant; ``budget`` is the experiment's own."""
+    """Mode and all its parameters for each variant; ``budget`` as in ``parsed``."""
     found = {variant: parsed(variant, budget) for variant in variants}
     return {variant: {"mode": chosen.name, "parameters": chosen.model_dump()} for variant, chosen in found.items()}
 
@@ -170,7 +170,7 @@ def parsed(variant: str, budget: int | None = None) -> ModeParameters:
 
 
 def split(variant: str) -> tuple[str, Params]:
-    """Split into the mode and its parameters, still strings.
+    """Split a variant into its mode and its parameters, still strings.
 
     Raises:
         UsageError: a parameter is not KEY=VALUE.
@@ -227,7 +227,7 @@ class ModelChoice:
         return loaded
 
     def settings(self) -> dict[str, str]:
-        """The settings that the model's identity does not include."""
+        """The settings that a result's ``model`` does not include."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
 
     @property
@@ -244,7 +244,7 @@ def mean(values: Iterable[float]) -> float | None:
 def quantile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that at least a ``share`` of the values do not exceed.
 
-    None where fewer than one value lies beyond it: the 99.9 % quantile needs 1,000 values.
+    None if less than one value lies beyond it: the 99.9 % quantile needs 1,000 values.
     """
     if not values or len(values) * min(share, 1 - share) < 1 - 1e-9:
         return None
@@ -271,7 +271,7 @@ def sign_test(more: int, fewer: int) -> float:
 
 
 def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
-    """``sign_test`` of the cells in both whose ``figure`` is higher in the one or the other; None if they share none.
+    """``sign_test`` over the cells that both have, by which one's ``figure`` is higher; None if they share no cell.
 
     A list counts by its mean. Refused cells, and questions asked after a switch, are left out.
     """

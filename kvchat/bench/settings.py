@@ -1,6 +1,6 @@
-"""What each measurement can be asked for: a setting is a field, with the option of the command line that gives it.
+"""The settings of each measurement: a field for each, with its option on the command line.
 
-Imports no torch: the command line refuses what is wrong, and helps, before torch is imported.
+Imports no torch, so that the command line can show help and refuse wrong values quickly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvchat.config.modes import MIN_BUDGET
 
 VARIANT = "MODE[:KEY=VALUE,...]"
 NATURAL = "natural"
-Modes = Annotated[tuple[str, ...], Option("--mode", metavar=VARIANT, help="a variant; repeatable")]
-Texts = Annotated[tuple[str, ...], Option("--text", metavar="FILE", help="a text file, UTF-8; repeatable")]
+Modes = Annotated[tuple[str, ...], Option("--mode", metavar=VARIANT, help="a mode and its parameters; repeatable")]
+Texts = Annotated[tuple[str, ...], Option("--text", metavar="FILE", help="measure on this UTF-8 text file; repeatable")]
 Seed = Annotated[int, Option(help="the same seed gives the same cases")]
 Shape = Annotated[str, Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")]
 
@@ -28,7 +28,7 @@ def named(names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Variants:
-    """Measured in ``modes``, each at each of ``budgets`` if it names none; in the standard ones without modes.
+    """Measures ``modes``, each at each of ``budgets`` unless it names one; by default the standard ones.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
@@ -49,46 +49,46 @@ class Variants:
 
 @dataclass(frozen=True)
 class Agreement(Variants):
-    """Divergence from full attention, token by token. In KL, top-1 agreement, perplexity and attention covered.
+    """Measure divergence from full attention. In KL, top-1 agreement, perplexity and attention covered, by token.
 
-    No ``texts`` are the shipped books.
+    Without ``texts`` it uses the shipped books.
     """
 
     context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 2048
     tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 400
-    passages: Annotated[int | None, Option(min=1, help="passages at most (default: all)")] = None
+    passages: Annotated[int | None, Option(min=1, help="maximum number of passages (default: all)")] = None
     texts: Texts = ()
 
 
 @dataclass(frozen=True)
 class Coverage(Variants):
-    """Attention covered by what each mode reads. Also by the best choice of as many, and in the worst head.
+    """Measure the attention covered by each mode. Also by the best choice of as many tokens, and in the worst head.
 
-    No ``texts`` are the shipped books.
+    Without ``texts`` it uses the shipped books.
     """
 
     STANDARD_BUDGETS = (128, 256, 512, 1024, 2048)
 
     context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 3072
     tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 32
-    passages: Annotated[int, Option(min=0, help="passages of books at most")] = 3
-    facts: Annotated[int, Option(min=0, help="questions about the content of such a text")] = 6
+    passages: Annotated[int, Option(min=0, help="maximum number of passages from books")] = 3
+    facts: Annotated[int, Option(min=0, help="number of texts with a question about their content")] = 6
     texts: Texts = ()
     seed: Seed = 0
 
 
 @dataclass(frozen=True)
 class Recall(Variants):
-    """Facts found in long texts. By task, length, depth, mode and budget.
+    """Measure how many facts in long texts are found. By task, length, depth, mode and budget.
 
-    ``inside`` 0 is a question that is a turn of its own; in the task switches it is the measurement's own number.
+    ``inside`` 0 asks the question in a turn of its own; in the task switches it stands for ``recall.INSIDE``.
     """
 
     tasks: Annotated[
         tuple[str, ...],
         Option("--task", help="passkey keys chain fact name switches; repeatable"),
     ] = ("passkey", "keys", "chain", "name")
-    lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="tokens of a text, about; repeatable")] = (
+    lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="about so many tokens a text; repeatable")] = (
         1000,
         3000,
     )
@@ -99,26 +99,26 @@ class Recall(Variants):
         0.75,
         1.0,
     )
-    cases: Annotated[int, Option(min=1, help="conversations of each length and depth")] = 4
+    cases: Annotated[int, Option(min=1, help="conversations per length and depth")] = 4
     keys: Annotated[int, Option(help="number of facts in tasks with several")] = 4
-    inside: Annotated[int, Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0
+    inside: Annotated[int, Option(min=0, help="ask after so many tokens of an answer, in the same turn")] = 0
     seed: Seed = 0
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of a mode's paper, next to measured values.
+    """Reproduce tables and figures of a mode's paper. Published values stand next to measured ones.
 
-    ``modes`` and ``budgets`` are those of a study that compares modes; none are all, at the study's budget.
+    ``modes`` and ``budgets`` are for a study that compares modes; by default all, at the study's budget.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
     """
 
     paper: Annotated[str, Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")]
-    parts: Annotated[tuple[str, ...], Option("--part", help="only this table or figure, as table-1; repeatable")] = ()
+    parts: Annotated[tuple[str, ...], Option("--part", help="a table or figure, such as table-1; repeatable")] = ()
     sizes: Annotated[
-        tuple[str, ...], Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
+        tuple[str, ...], Option("--set", metavar="KEY=VALUE", help="set one of the study's sizes; repeatable")
     ] = ()
     modes: Modes = ()
     budgets: Annotated[
@@ -132,7 +132,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Decode:
-    """Time per decoded token, memory and traffic. Compared with transformers' caches in the same run.
+    """Measure time per decoded token, memory and traffic. Compared with transformers' caches in the same run.
 
     ``change_rates`` are "natural" or shares of 1. ``baselines`` None takes those that suit the device.
 
@@ -150,18 +150,18 @@ class Decode:
         tuple[str, ...],
         Option("--change-rate", help="share of speculative's pages that is new at each step, or natural; repeatable"),
     ] = (NATURAL,)
-    steps: Annotated[int, Option(min=1, help="tokens of a round that count")] = 64
+    steps: Annotated[int, Option(min=1, help="measured tokens per round")] = 64
     rounds: Annotated[int, Option(min=1, help="rounds; each variant runs once per round")] = 5
     baselines: Annotated[
         tuple[str, ...] | None,
         Option(
             parser=named,
             metavar="NAMES",
-            help="dynamic, static, offloaded, generate, llama.cpp; by commas, or none",
+            help="dynamic, static, offloaded, generate, llama.cpp; separated by commas, or none",
         ),
     ] = None
-    prefill: Annotated[bool, Option("--prefill", help="read a prompt with random weights too")] = False
-    load: Annotated[int, Option(min=0, help="busy processes under which everything is measured again")] = 0
+    prefill: Annotated[bool, Option("--prefill", help="process a prompt even with random weights")] = False
+    load: Annotated[int, Option(min=0, help="measure again while so many other processes are busy")] = 0
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -170,7 +170,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Speed and acceptance of drafts. Each answer is also written without them."""
+    """Measure speed and acceptance of drafts. Each answer is also generated without them."""
 
     drafts: Annotated[tuple[str, ...], Option("--draft", help="lookup window auto; repeatable")] = (
         "lookup",
@@ -195,13 +195,13 @@ class Draft:
     ] = None
     tokens: Annotated[int, Option(min=8, help="tokens of an answer")] = 100
     rounds: Annotated[
-        int, Option(min=1, help="rounds, of which the fastest counts; each draft kind runs once in each")
+        int, Option(min=1, help="rounds; each kind of drafts runs once per round, and the fastest counts")
     ] = 2
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Time and memory of processing a prompt. Compared with one forward of transformers in the same run.
+    """Measure time and memory of prefill. Compared with one forward pass of transformers in the same run.
 
     Raises:
         UsageError: as ``Decode``.
@@ -209,7 +209,7 @@ class Prefill:
 
     shape: Shape = ""
     lengths: Annotated[tuple[int, ...], Option("--length", min=1, help="tokens of a prompt; repeatable")] = (512, 2048)
-    turn: Annotated[int, Option(min=1, help="tokens of a second prompt after it")] = 64
+    turn: Annotated[int, Option(min=1, help="tokens of a second turn after it")] = 64
     mode: Annotated[str, Option(metavar=VARIANT, help="the KV mode")] = "streaming"
     rounds: Annotated[int, Option(min=1, help="rounds; both run once per round")] = 3
 
@@ -219,9 +219,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Peers(Variants):
-    """kvchat compared with llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
+    """Compare kvchat with llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
 
-    A context of 0 is the longest of the model. ``peers`` None are those that are installed.
+    A context of 0 is the model's longest. ``peers`` None takes those that are installed.
     """
 
     STANDARD = ("full", "streaming", "speculative")
@@ -232,7 +232,7 @@ class Peers(Variants):
     ] = (512, 2048, 4096, 0)
     peers: Annotated[
         tuple[str, ...] | None,
-        Option(parser=named, metavar="NAMES", help="xllamacpp, llama_cpp, transformers; by commas, or none"),
+        Option(parser=named, metavar="NAMES", help="xllamacpp, llama_cpp, transformers; separated by commas, or none"),
     ] = None
-    steps: Annotated[int, Option(min=2, help="decoded tokens that count")] = 32
+    steps: Annotated[int, Option(min=2, help="measured decoded tokens")] = 32
     rounds: Annotated[int, Option(min=1, help="rounds; each peer runs once per round")] = 3

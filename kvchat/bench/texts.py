@@ -1,4 +1,4 @@
-"""Texts to measure on: passages of books that the bundled model was not trained on, or a person's own."""
+"""Texts to measure on: passages of books that the bundled model was not trained on, or of a person's own files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def passages(texts: Sequence[str], size: int, tokenizer: Any) -> list[Passage]:
 
 
 def check(texts: Sequence[str]) -> None:
-    """Refuse files that no text can be read from, before a model is loaded."""
+    """Refuse unreadable and empty files, before a model is loaded."""
     for name in texts:
         if not read_text(Path(name)).strip():
             raise UsageError(f"{name} is empty.", "", "Use a text to measure on.")

@@ -1,7 +1,6 @@
-"""Times of decoded tokens, and what they are measured beside: hardware and versions, host memory, the load of others.
+"""Times of decoded tokens, and their circumstances: hardware and versions, peak memory, the load of other processes.
 
-A variant is anything that decodes. A time says nothing without the load beside it: on a machine that does something
-else every figure is another one.
+A variant is anything that decodes. Other programs change every time, so a time means nothing without their load.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from kvchat.process import PROCESSES, STAT, processor_time, usable_processors
 WARM_UP = {"cpu": 3, "cuda": 12}
 OWN = Path("/proc/self")
 FORGET_PEAK = "5"
-# Ends by itself when its parent has ended, however that came.
+# Ends by itself once its parent has ended, even if it was killed.
 BUSY = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
-# Seconds of processor time since the machine's start: all there is, of it idle, of it this process and its children.
+# Seconds of processor time since boot: of all processors, idle, and of this process with its children.
 Sample = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per token: of the median step and the mean of all by wall clock, and this process's processor time.
+    """Milliseconds per token: wall time of the median step and of the mean one, and processor time of this process.
 
-    The last is of all its threads, and hardly depends on what else runs; None where other processes compute.
-    ``chat_ms`` is a median step with the drawing and reading of its token; None where that was not measured.
+    Processor time adds up all threads and hardly depends on other programs; None if another process decodes.
+    ``chat_ms`` is a median step that also samples its token and reads it from the device; None if not measured.
     """
 
     ms: float
@@ -63,7 +62,7 @@ class Variant(Protocol):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Further columns of its row, valid after a measurement."""
+        """More columns of its row, valid after a measurement."""
         ...
 
     def measure(self, tokens: Sequence[int]) -> Timing:
@@ -81,8 +80,9 @@ def warm_up(device: torch.device) -> int:
 def time_steps(
     step: Callable[[int], object], tokens: Sequence[int], device: torch.device, first: int | None = None
 ) -> Timing:
-    """Time ``step`` of each token from the ``first`` on, or but the ``warm_up``; the next waits until the device is
-    through, because in a chat its token is read from this one's logits.
+    """Time ``step`` of each token, leaving out those before ``first`` (None: the ``warm_up``).
+
+    Each step waits for the device, because in a chat the next token is drawn from its logits.
     """
     first, times, spent = warm_up(device) if first is None else first, [], 0.0
     for number, token in enumerate(tokens):
@@ -124,7 +124,7 @@ def _processor() -> str:
 
 
 def forget_peak(process: Path = OWN) -> bool:
-    """Let the peak begin with what is taken now; False where the system does not allow it."""
+    """Reset the peak to the memory in use now; False if the system does not allow it."""
     try:
         (process / "clear_refs").write_text(FORGET_PEAK)
     except OSError:
@@ -133,7 +133,7 @@ def forget_peak(process: Path = OWN) -> bool:
 
 
 def read_peak(process: Path = OWN) -> int | None:
-    """Bytes in RAM at the peak; None where the system does not tell."""
+    """Bytes in RAM at the peak; None if the system does not report it."""
     try:
         lines = (process / "status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -156,20 +156,20 @@ def keep_busy(processes: int) -> Iterator[None]:
 
 
 def fair_share(threads: int, load: int) -> float:
-    """The share of its quiet speed that a process with so many threads is due beside ``load`` busy ones."""
+    """The fair share of its speed that a process with so many threads keeps while ``load`` others are busy."""
     cores = len(usable_processors())
     return min(1.0, cores / (min(threads, cores) + load))
 
 
 def sample_processors(stat: Path = STAT) -> Sample | None:
-    """Read the processor time used until now; None where the system does not tell."""
+    """Read the processor time used until now; None if the system does not report it."""
     if (spent := processor_time(stat)) is None:
         return None
     return spent.total, spent.idle, time.process_time() + _of_children()
 
 
 def _of_children() -> float:
-    """Seconds of processor time of this process's children, also of those that have ended: llama.cpp runs in one."""
+    """Seconds of processor time of this process's children, running and ended; llama.cpp runs in one."""
     ended, running = os.times(), 0
     for stat in PROCESSES.glob("[0-9]*/stat"):
         try:
@@ -182,7 +182,7 @@ def _of_children() -> float:
 
 
 def share_of_others(before: Sample | None, after: Sample | None) -> list[float]:
-    """The share of all processors that other processes took between two samples; nothing where it is not known."""
+    """The share of all processors that other processes took between two samples; empty if unknown."""
     if before is None or after is None or after[0] <= before[0]:
         return []
     total, idle, own = (late - early for early, late in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""A model that walks through a text token by token in any mode, and what its attention did at each step."""
+"""Steps a model through a text token by token in any mode, and reports what attention read at each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UP = 2  # steps
 
 
 class Walk:
-    """One text in the K/V of one model; each look at the last step waits for the device."""
+    """One text in the K/V of one model; every inspection of the last step waits for the device."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
@@ -39,15 +39,15 @@ class Walk:
     ) -> Tensor:
         """Store the prompt and nothing else, then enter a mode; the next token's logits ``[vocab]``.
 
-        It is stored exactly, or where it ``quantizes`` in 8-bit pages, of which later tokens of the prompt read.
+        It is stored in full precision, or with ``quantizes`` in 8-bit pages, which later tokens of the prompt read.
 
         Raises:
-            DoesNotFitError: the prompt is longer than the model's context, or ``more`` tokens after it in a mode that
-                cannot go beyond; or memory is short.
+            DoesNotFitError: the prompt is longer than the model's context, or is so with ``more`` tokens after it in a
+                mode that cannot exceed the context; or memory is short.
             UsageError: the mode refuses its parameters, or needs a calibration that so short a prompt does not give.
         """
         self._refuse_beyond_context(len(prompt))
-        # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
+        # No mode changes a prompt's K/V: if they are stored, only the last token is processed again.
         kept = len(prompt) - 1 if self._prompt == list(prompt) and self._state.quantizes == quantizes else 0
         self._prompt = []
         self.runner.truncate(kept)
@@ -69,7 +69,7 @@ class Walk:
             )
 
     def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:
-        """Enter a mode; one that needs it is calibrated on the ``prompt`` where the model has no calibration.
+        """Enter a mode; if it needs a calibration that the model lacks, calibrate on the ``prompt``.
 
         Raises:
             KvchatError: as ``begin``.
@@ -88,15 +88,15 @@ class Walk:
             )
 
     def step(self, token: int) -> Tensor:
-        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32."""
+        """Decode ``token`` in the mode; return the next token's logits ``[vocab]``, float32."""
         return self.runner.step(token)
 
     def times(self, ids: Sequence[int], prompt: int, parameters: ModeParameters) -> tuple[float, float]:
-        """Seconds of reading the first ``prompt`` ids and entering a mode, and of a step over the others, mean.
+        """Seconds to process the first ``prompt`` ids and enter a mode, and mean seconds of a step over the others.
 
-        Nothing looks at the steps, and the first are not counted: loops may be compiled in them.
+        The first steps, which may compile loops, do not count.
         """
-        self.begin(ids[:1], FullParameters())  # forgets the prompt, which would not be read again
+        self.begin(ids[:1], FullParameters())  # drops a stored prompt, which would not be processed again
         began = time.perf_counter()
         float(self.begin(ids[:prompt], parameters, len(ids) - prompt)[0])  # waits for the device
         prefilled = time.perf_counter()
@@ -113,7 +113,7 @@ class Walk:
         return self._state.query.float()
 
     def attended(self, layer: int) -> Tensor:
-        """The stored tokens that the last token's attention read, bool ``[H, total]``."""
+        """Mask of the stored tokens that the last token's attention read, bool ``[H, total]``."""
         return inspect.attended(self._state, layer)
 
     def tokens_read(self) -> float:
@@ -122,20 +122,20 @@ class Walk:
         return counts / (self.model.layers * self.model.kv_heads)
 
     def weights(self, layer: int) -> Tensor:
-        """Weights that attention over all stored tokens gives them for the last token's queries, ``[H, group, total]``.
+        """Attention weights of all stored tokens for the last token's queries, whatever the mode read.
 
-        By the query heads of each KV head, whatever the mode reads.
+        ``[H, group, total]``: KV heads, and the query heads of each.
         """
         with torch.inference_mode():
             return inspect.weights(self._state, layer)
 
     def covered(self) -> Tensor:
-        """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""
+        """The share of full attention that falls on the tokens read, ``[layers, H]``; 1 if all were read."""
         with torch.inference_mode():
             return torch.stack([inspect.covered(self._state, layer) for layer in range(self.model.layers)])
 
     def coverable(self) -> Tensor:
-        """``covered``, and what the best pages and tokens would cover, as many as were read: ``[3, layers, H]``."""
+        """Shares ``[3, layers, H]``: ``covered``, and those of the best pages and best tokens, as many as were read."""
         with torch.inference_mode():
             found = []
             for layer in range(self.model.layers):
@@ -160,10 +160,9 @@ def answered(session: Session, turns: Sequence[Turn], tokens: int) -> Finished:
 
 
 def decode(session: Session, given: Sequence[int], tokens: int) -> tuple[str, float]:
-    """Decode the ids ``given`` one by one, then greedily up to ``tokens`` more, as the session's mode lets them read.
+    """Decode the ids ``given``, at least one, then greedily up to ``tokens`` more in the session's mode.
 
-    ``given`` has at least one id; the answer, which ends before one that ends the model's turns, and the tokens that a
-    step read on average.
+    Returns the answer without its end token, and the tokens that a step read on average.
     """
     answer, read = list[int](), list[float]()
     for token in given:

@@ -53,7 +53,7 @@ class Row:
 def list_models(
     ctx: typer.Context,
     as_json: AsList = False,
-    servers: Annotated[bool, typer.Option("--servers", help="also list models of servers on the usual ports")] = False,
+    asks_servers: Annotated[bool, typer.Option("--servers", help="also list servers on the usual ports")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="remove the packed weights that make loading faster")] = False,
 ) -> None:
     """List the models on this machine, and whether they fit."""
@@ -66,12 +66,12 @@ def list_models(
     chosen = load_settings(options.flags(ctx.params)).settings.model
     memory = room(chosen.device)
     found = catalog.find(map(Path, chosen.folders))
-    if chosen.servers or servers:
+    if chosen.servers or asks_servers:
         import asyncio  # 30 ms that no other command needs
 
         from kvchat.tui.models import of_servers
 
-        served = asyncio.run(of_servers(chosen.servers, servers))
+        served = asyncio.run(of_servers(chosen.servers, asks_servers))
         found += served
         if not served:
             note("No server was found on the usual ports. `kvchat doctor` has commands to start one.")

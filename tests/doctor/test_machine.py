@@ -33,7 +33,7 @@ def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cpus
 
 @pytest.mark.parametrize("told", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
 def test_numa_where_there_is_none_or_it_does_not_tell(tmp_path, told):
-    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at no known node")
+    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at an unknown node")
 
 
 def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
