@@ -1,9 +1,9 @@
 """Agreement of a mode with full: both decode the same text, and their next-token distributions are compared.
 
 Teacher-forced: after a context that full attention processes, the mode decodes every token of the text, so that only
-the tokens that its steps read differ. The divergence is KL(full || mode) in nats. The attention mass
-covered is the share of attention over all stored tokens, with the mode's own queries, that falls on those the mode
-read. Perplexity is over the same tokens, each predicted from the step before it.
+the tokens that its steps read differ. The divergence is KL(full || mode) in nats. The attention mass covered is the
+share of attention over all stored tokens, with the mode's own queries, that falls on those the mode read. Perplexity is
+over the same tokens, each predicted from the step before it.
 """
 
 from __future__ import annotations

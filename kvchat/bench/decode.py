@@ -1,9 +1,9 @@
 """Decode speed, memory and traffic of the modes, compared with transformers' own caches in the same run.
 
-In rounds every variant decodes the same tokens after one context, quiet and beside busy processes. The roofline of the
-device stands beside: rates of its memory, of the link to the host, and of scattered pages of the host pool, each the
-best of several runs after a warm-up, over data larger than any cache. While another process uses the device the rates
-are too low, and a step can seem faster than its floor.
+In each round every variant decodes the same tokens after one context, and with a load again while other processes are
+busy. The result includes the roofline of the device: rates of its memory, of the link to RAM, and of scattered pages of
+the host pool, each the best of several runs after a warm-up, over data larger than any cache. If another process uses
+the device, the rates are too low and a step can seem faster than its floor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Times = dict[Variant, list[Timing]]
 DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "offloaded")}
 READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
 GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
-# One block of 16 KiB is K or V of a page of 32 tokens: (page, head) pairs of usual models are as large.
+# Elements a token, so that a block of 32 tokens has 16 KiB: (page, head) pairs of usual models are as large.
 GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
@@ -66,7 +66,7 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
 def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
     chosen = settings.baselines
     if chosen is None:
-        # ``generate`` would read a prompt of random tokens in every round.
+        # ``generate`` would process a prompt of random tokens in every round.
         chosen = ("dynamic",) if model.device.type == "cpu" and settings.shape else DEFAULTS[model.device.type]
     measured = measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
@@ -151,8 +151,8 @@ def _rate(text: str) -> float | None:
 class Rounds:
     """Measures ``variants`` in turns; a ratio compares medians of one round.
 
-    With ``load`` each has a second turn in a round, beside so many busy processes. ``floor`` in ms and the rates
-    ``measured`` of the device belong to the rows.
+    With ``load`` each has a second turn per round, while so many other processes are busy. Rows compare times with the
+    ``floor`` in ms and with the device's ``measured`` rates.
     """
 
     variants: Sequence[Variant]
@@ -165,7 +165,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.times: Times = {variant: [] for variant in self.variants}
-        self.beside: Times = {variant: [] for variant in self.variants}
+        self.loaded_times: Times = {variant: [] for variant in self.variants}
         self.others: dict[Variant, list[float]] = {variant: [] for variant in self.variants}
         self.failed: dict[Variant, str] = {}
 
@@ -177,15 +177,15 @@ class Rounds:
             for variant in self.variants:
                 before = timing.sample_processors()
                 self._measure(variant, tokens, self.times)
-                taken = self.failed.get(variant) or _taken(self.times[variant][-1])
+                result = self.failed.get(variant) or _timing_line(self.times[variant][-1])
                 rate = getattr(variant, "change_rate", None)
-                self.report(f"{variant.name}{'' if rate is None else f', {100 * rate:g} % new'}: {taken}")
+                self.report(f"{variant.name}{'' if rate is None else f', {100 * rate:g} % new'}: {result}")
                 self.others[variant] += timing.share_of_others(before, timing.sample_processors())
             if self.load:
                 with timing.keep_busy(self.load):
                     self._settle(tokens)
                     for variant in self.variants:
-                        self._measure(variant, tokens, self.beside)
+                        self._measure(variant, tokens, self.loaded_times)
         rows = [self._row(variant) for variant in self.variants]
         for variant in self.variants:
             variant.close()
@@ -193,20 +193,20 @@ class Rounds:
         return rows
 
     def _measure(self, variant: Variant, tokens: Sequence[int], times: Times) -> None:
-        """Measure a turn; a variant that fails is left out of later ones."""
+        """Measure a turn; a variant that failed has no more turns."""
         if variant in self.failed:
             return
         try:
             times[variant].append(variant.measure(tokens))
-        except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
+        except Exception as error:  # noqa: BLE001  # compilers, drivers and caches raise anything
             reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
             self.failed[variant] = reason.strip().splitlines()[0][:300]
-        if variant in self.failed:  # not before the error is gone: its frames hold tensors
+        if variant in self.failed:  # outside the handler, because the error's frames hold tensors
             variant.close()
             self._release()
 
     def _settle(self, tokens: Sequence[int]) -> None:
-        """Update the shared runner's thread count to the cores that other programs leave free."""
+        """Decode for ``SETTLED_S`` while the runner adapts its thread count to the cores left free."""
         shared = next((each for each in self.variants if isinstance(each, ModeRun) and each not in self.failed), None)
         until = time.monotonic() + SETTLED_S
         while shared is not None and shared not in self.failed and time.monotonic() < until:
@@ -250,19 +250,19 @@ class Rounds:
         }
 
     def _kept(self, variant: Variant) -> Row:
-        """The share of speed kept beside busy processes; by wall clock, as a median step may never be interrupted."""
+        """The share of speed kept under load; by mean steps, because a median step may never be interrupted."""
         if not self.load:
             return {}
-        pairs = list(zip(self.times[variant], self.beside[variant], strict=True))
+        pairs = list(zip(self.times[variant], self.loaded_times[variant], strict=True))
         return {
-            "wall_ms_beside": statistics.median(beside.wall_ms for _, beside in pairs),
-            "kept": statistics.median(quiet.wall_ms / beside.wall_ms for quiet, beside in pairs),
+            "wall_ms_beside": statistics.median(loaded.wall_ms for _, loaded in pairs),
+            "kept": statistics.median(quiet.wall_ms / loaded.wall_ms for quiet, loaded in pairs),
         }
 
     def _recall(self, variant: ModeRun) -> Row:
         """Recall per step in ms: the time the transfer needs, its exposed and its hidden part.
 
-        Of what full mode reads over the link ``link_ms``, the time of one large copy: no step is faster.
+        For what full mode streams, ``link_ms``: the time of one large copy, which no step can beat.
         """
         if spills(variant.chosen):
             rate = self.measured.to_device
@@ -281,8 +281,8 @@ class Rounds:
         return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
 
 
-def _taken(timing: Timing) -> str:
-    """What a run that is ended before its file is written leaves of a turn."""
+def _timing_line(timing: Timing) -> str:
+    """A turn as progress text, all that is left of a run interrupted before its file is written."""
     return f"{timing.ms:.2f} ms" + ("" if timing.chat_ms is None else f", as in a chat {timing.chat_ms:.2f} ms")
 
 
@@ -304,7 +304,7 @@ def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measur
 
 
 def gather(device: torch.device, dtype: torch.dtype) -> float:
-    """GB/s of scattered pages read from the host pool by the device, as recall without kernels reads them."""
+    """GB/s at which the device reads scattered pages of the host pool, as recall without kernels does."""
     geometry = Geometry(1, 1, 1, GATHER_ROW[dtype], GATHER_ROW[dtype], dtype)
     host = HostPool(geometry, device, context=GATHER_TOKENS[device.type])
     host.reserve(GATHER_TOKENS[device.type])

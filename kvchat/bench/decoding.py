@@ -1,11 +1,11 @@
 """What a decoding benchmark needs: modes, the model, and a stored conversation.
 
-Speculative mode also with a fixed share of its choice new at each step, because random weights change nearly all of it:
-tokens or pages are scored and chosen at the usual cost, then a window that slides over all candidates in random order,
-from a different start for each KV head, takes the place of the choice. It is computed from the position on the device,
-so a CUDA graph can contain it.
+Random weights change nearly all of speculative mode's choice at each step, so the share that changes can be fixed.
+Tokens or pages are then scored and chosen at the usual cost, but replaced by a window that slides over all candidates
+in random order, from a different start for each KV head. It is computed from the position on the device, so that a CUDA
+graph can contain it.
 
-The corpus is Python's language reference, part of every Python, so there is nothing to download.
+The corpus is Python's language reference, which comes with every Python and needs no download.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from kvchat.kv.state import KVState
 
 
-CALIBRATED = frozenset({"sync", "razor"})  # modes that need it
+CALIBRATED = frozenset({"sync", "razor"})  # modes that need a calibration
 
 
 def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedModel:
     """Load the model.
 
     Raises:
-        KvchatError: it is refused, or shorter than the longest context and what is decoded after it.
+        KvchatError: it is refused, or its context is too short for the longest context and the decoded tokens.
     """
     model = model_shapes.choose(settings.shape, choice, report)
     needed = max(settings.contexts) + settings.steps + warm_up(model.device)
@@ -63,10 +63,10 @@ def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedM
 
 
 def smallest(settings: Decode, model: LoadedModel, context: int) -> Mode:
-    """Return the mode with the fewest bytes on the device; the context is stored in that mode.
+    """The mode with the fewest bytes on the device, in which the context is stored.
 
     Raises:
-        KvchatError: the model can run in none of the modes.
+        KvchatError: the model can run in no mode.
     """
     geometry, modes, refused = geometry_of(model), [], None
     for text in settings.modes:
@@ -94,12 +94,12 @@ def store(settings: Decode, runner: ModelRunner, context: int) -> list[int]:
 
 
 def decoded(settings: Decode, model: LoadedModel, context: int) -> list[int]:
-    """Return the tokens of a round after ``context`` tokens."""
+    """The ids that a round decodes after ``context`` tokens."""
     return _ids(settings, model, context + settings.steps + warm_up(model.device))[context:]
 
 
 def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """Return the calibration that some modes need; None if no mode does or the context is too short."""
+    """The calibration for modes that need one; None if no mode does or the context is too short."""
     if CALIBRATED.isdisjoint(text.partition(":")[0] for text in settings.modes):
         return None
     if settings.shape:
@@ -116,7 +116,7 @@ def _ids(settings: Decode, model: LoadedModel, tokens: int) -> list[int]:
 
 
 def spills(chosen: ModeParameters) -> bool:
-    """Whether the mode streams from RAM what is not resident."""
+    """True if the mode streams tokens from RAM."""
     return isinstance(chosen, FullParameters) and chosen.resident is not None
 
 
@@ -177,7 +177,7 @@ class ModeRun:
         return replace(timing, chat_ms=in_a_chat.ms)
 
     def close(self) -> None:
-        """Do nothing: all memory belongs to the KV manager."""
+        """Do nothing, because all memory belongs to the KV manager."""
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self.runner.model)
@@ -187,7 +187,7 @@ class ModeRun:
 
 
 def prose(tokenizer: Any, tokens: int) -> list[int]:
-    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary."""
+    """The first ``tokens`` ids of the corpus in the tokenizer's vocabulary."""
     ids: list[int] = []
     for name in sorted(topics.topics):
         ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)
@@ -218,14 +218,14 @@ class Window:
         self._begins = (torch.arange(heads, device=device) * (len(self._order) // heads))[:, None]
 
     def at(self, position: Tensor) -> Tensor:
-        """Return the item of each slot at ``position`` (0-d), ``[H, slots]``; one that stays keeps its slot."""
+        """The item of each slot at ``position`` (0-d), ``[H, slots]``; an item that stays keeps its slot."""
         begin = position * self._changed
         place = begin + (self._slot - begin) % max(1, len(self._slot))
         return self._order[(self._begins + place) % len(self._order)]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What a graph reads."""
+        """The tensors that a graph reads."""
         return [self._order, self._changed, self._slot, self._begins]
 
 

@@ -1,9 +1,9 @@
 """Answers with drafts and the same answers without: speed, and the share of drafts accepted.
 
-Tasks that repeat what was told and tasks that do not, after a part of a book, greedy and sampled. The ways have their
-turns in each round, each entered anew; what is stored of the prompt is not read again. No token ends an answer, so that
-all are as long. Of the rounds the fastest counts, by wall clock and by this process's processor time: the second hardly
-depends on what else runs, but on a GPU tells nothing.
+Some tasks repeat parts of the prompt and some do not; they follow a part of a book, and are greedy or sampled. In each
+round every kind of drafts has its turn, entered anew; a stored prompt is not processed again. No token ends an answer,
+so that all have the same length. The fastest round counts, by wall time and by this process's processor time: the
+latter hardly depends on other programs, but says nothing on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvchat.protocol.messages import Sampling, Turn
 
 OFF = "off"
 READ = "I have read it."
-PASSAGE = 200  # tokens of a book that is quoted
+PASSAGE = 200  # tokens of the quoted passage
 CODE = """class Box:
     def __init__(self, width, height, depth):
         self.width = width
@@ -52,7 +52,7 @@ TASKS = {
 
 
 class Answer(NamedTuple):
-    """An answer's ids, milliseconds per token after the first ones, and its drafter's counts."""
+    """An answer's ids, milliseconds per token after the first round, and its drafter's counts."""
 
     ids: list[int]
     ms: float
@@ -86,7 +86,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     ]
 
     def measure(cell: Cell) -> list[Row]:
-        # The books, one after the other and from the first one again.
+        # All books, then the first one again.
         ids = cycle(token for part in passages((), PASSAGE, model.tokenizer) for token in part.ids)
         books = model.tokenizer.decode(list(islice(ids, cell["context"])), skip_special_tokens=True)
         told = f"Read this:\n\n{books}"
@@ -108,7 +108,7 @@ def _answer(session: Session, turns: tuple[Turn, ...], sampling: Sampling) -> An
     begun: list[tuple[int, float, float]] = []
 
     def between(generated: int) -> None:
-        if generated and not begun:  # what the first token takes is the prompt's
+        if generated and not begun:  # the time to the first token belongs to the prompt
             begun.append((generated, time.perf_counter(), time.process_time()))
 
     for _ in session.answer(turns, sampling, between):
@@ -130,7 +130,7 @@ def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
         "forwards": len(last.ids) - last.accepted,
         "drafted": last.drafted,
         "accepted": last.accepted / last.drafted if last.drafted else None,
-        "goes_on": last.accepted / last.tried if last.tried else None,  # each, given that those before it did
+        "goes_on": last.accepted / last.tried if last.tried else None,  # a draft, if all before it were accepted
         "tokens_a_round": 1 + last.accepted / last.rounds if last.rounds else None,
         "ms": ms,
         "ms_without": ms_without,

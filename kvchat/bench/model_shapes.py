@@ -82,7 +82,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralConfig",
         _shape(32_768, 4096, 14_336, 32, (32, 8), 32_768, 1_000_000.0, 1e-5, head_dim=128, sliding_window=None),
     ),
-    # The bundled model's, for conversations longer than it was trained for.
+    # The bundled model's shape with a longer context than it was trained for.
     "bundled-128k": (
         "LlamaConfig",
         _shape(8192, 384, 1024, 8, (8, 4), 131_072, 500_000.0, 1e-5, head_dim=64, tie_word_embeddings=True),
@@ -93,7 +93,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """The tokenizer of a model without text: it has no special tokens."""
+    """The tokenizer of a model without text; it has no special tokens."""
 
     chat_template: str = "none"
     eos_token_id: int | None = None
@@ -105,7 +105,7 @@ class NoTokenizer:
 
 
 def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> LoadedModel:
-    """The model of ``choice``, or random weights in the shape that is named, on its device.
+    """The model of ``choice``, or random weights in the named ``shape``, on its device.
 
     Raises:
         UsageError: both a shape and a model or a quantization were given; KvchatError: it cannot be loaded.
@@ -172,7 +172,7 @@ def fill(kv: KVManager, tokens: int) -> None:
 
 
 def calibration(model: LoadedModel) -> Calibration:
-    """A random calibration for sync mode: the cost does not depend on which head represents which."""
+    """A random calibration for sync mode, whose cost does not depend on which head represents which."""
     draw = torch.Generator().manual_seed(0)
     scores = torch.rand((model.layers, model.kv_heads, model.kv_heads), generator=draw, dtype=torch.float64)
     alike = (scores + scores.transpose(1, 2)) / 2

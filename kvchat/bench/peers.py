@@ -1,9 +1,9 @@
 """kvchat, llama.cpp and transformers, each in its own process: start, prefill, decoding and memory.
 
-After each context every peer is started anew in each round, in turns, and does what a person's first question does:
-load, answer a short prompt, read the context, decode after it. Files were read before, so a disk's speed counts for
-none. llama.cpp reads the GGUF file that kvchat reads, or a copy of the weights in the dtype that kvchat computes in;
-transformers unpacks a GGUF file to that. Both run with their own defaults and as many threads as kvchat has.
+For each context and round every peer is started anew, in turns, and does what a person's first question does: load,
+answer a short prompt, process the context, decode after it. All files are in the page cache, so the disk's speed does
+not matter. llama.cpp reads the GGUF file that kvchat reads, or a copy of the weights in kvchat's dtype; transformers
+unpacks a GGUF file to that dtype. Both run with their own defaults and with as many threads as kvchat.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvchat.config.profiles import Measured
 from kvchat.errors import UsageError, check_known
 from kvchat.models import checkpoint
 
-SHORT = 16  # tokens of the prompt that is answered first; what a library does once is done then
-# By the module that runs them, what they are called in the table; of llama.cpp there may be two builds.
+SHORT = 16  # tokens of the prompt that is answered first, during which libraries do what they do once
+# Names in the table by the module that runs the peer; llama.cpp may be there in two builds.
 OTHERS = {"xllamacpp": "llama.cpp", "llama_cpp": "llama.cpp by llama-cpp-python", "transformers": "transformers"}
-BUILT = "llama_cpp"  # for this processor, where it was installed from its source
-OF_FILES = ModelChoice(quantize="auto")  # weights as small as the file's: those that llama.cpp multiplies
+BUILT = "llama_cpp"  # compiled for this processor, if it was installed from source
+OF_FILES = ModelChoice(quantize="auto")  # weights as small as in the file, as llama.cpp has them
 
 
 class Peer:
@@ -83,15 +83,14 @@ class Peer:
         return medians | {"prompt_tokens_per_s": len(self._prompt) / medians.pop("prompt_s")}
 
     def close(self) -> None:
-        """Do nothing: each measurement ends its process."""
+        """Do nothing, because each measurement ends its process."""
 
 
 def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each context and peer.
 
-    A context of 0 or beyond the model's is its longest. A peer that fails is a row that says why.
-
-    llama.cpp is left out, and the reason told, where the model has no GGUF file and cannot be copied to one.
+    A context of 0 or beyond the model's is its longest. A peer that fails is a row that says why. llama.cpp is left
+    out, and the reason reported, if the model has no GGUF file and cannot be copied to one.
 
     Raises:
         KvchatError: the model, a mode or a peer is refused, or a package that llama.cpp needs is not installed.
@@ -133,7 +132,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
             starts: list[tuple[str, str, str, dict[str, Any]]] = [
                 (name, OTHERS[name], *(unpacked if name == "transformers" else (gguf, {}))) for name in others
             ]
-            if BUILT in others:  # which is faster depends on context and processor
+            if BUILT in others:  # whether flash attention is faster depends on context and processor
                 starts.append((BUILT, f"{OTHERS[BUILT]}, flash attention", gguf, {"flash_attn": True}))
             starts += [("kvchat", f"kvchat {mode}", choice.model, _given(mode, choice)) for mode in settings.modes]
             peers = [Peer(*start, ids, spare) for start in starts]
@@ -147,7 +146,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
 
 
 def _given(variant: str, choice: ModelChoice) -> dict[str, Any]:
-    """Options for kvchat's own process: weights, mode and the parameters that are named."""
+    """Options for kvchat's own process: weights, mode and the parameters that the variant names."""
     mode, named = split(variant)
     params = {name: getattr(parsed(variant), name) for name in named}
     return {"dtype": choice.dtype, "quantize": choice.quantize, "mode": mode} | params

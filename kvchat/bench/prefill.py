@@ -1,7 +1,7 @@
 """Time and memory of prefill, compared with one forward pass of transformers in the same run.
 
-The one forward keeps the K/V of all layers on the device; kvchat keeps one layer's there and the rest on the host.
-Variants have their turns in each round, and ratios are of one round's times.
+The forward pass keeps the K/V of all layers on the device; kvchat keeps those of one layer there and the rest in RAM.
+Both have a turn in each round, and a ratio is of one round's times.
 """
 
 from __future__ import annotations
@@ -88,18 +88,18 @@ def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int |
 
 
 def _without_pool(runner: ModelRunner, theirs: Reading | None) -> int | None:
-    """The peak of the one forward pass, without kvchat's host pool, which is still in RAM.
+    """The peak of the one forward pass without kvchat's host pool, which stays in RAM.
 
-    Giving its memory back instead would make kvchat's next reading pay for it again.
+    If it were freed, kvchat's next prefill would have to allocate it again.
     """
     if theirs is None or theirs.peak_bytes is None:
         return None
-    beside = 0 if runner.model.device.type == "cuda" else runner.kv.state.host.nbytes
-    return theirs.peak_bytes - beside
+    pool = 0 if runner.model.device.type == "cuda" else runner.kv.state.host.nbytes
+    return theirs.peak_bytes - pool
 
 
 def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
-    """Prefill once, untimed; return the tokens of the largest chunk and the peak that prefill_plan predicts."""
+    """Prefill once, untimed; return the tokens of the largest chunk and the predicted peak, None on a CPU."""
     _forget(runner)
     chunk = _read(runner, prompt)
     _forget(runner)

@@ -1,11 +1,11 @@
 """Recall of facts in long texts, mode against mode: tasks by lengths, depths and budgets, with Wilson intervals.
 
-The prompt of a case is read once, exactly; every variant answers greedily from it, so that variants differ only in the
-tokens that their decode steps read. What full attention cannot answer is beyond the model, not lost by a mode: full is
-always among the variants. Asked ``inside`` an answer, the question comes after so many tokens of a story that are
-decoded in the variant's mode as the question is: what left by then must be found again.
+The prompt of a case is processed once by full attention; every variant answers greedily from it, so that variants
+differ only in the tokens that their decode steps read. Full is always among the variants, because a question that it
+cannot answer is beyond the model, not lost by a mode. With ``inside`` the question follows so many tokens of a story,
+both decoded in the variant's mode, which must then find tokens that it has evicted.
 
-The task ``switches`` decodes the story in one mode and the question in each of them: the K/V of the story are those
+The task ``switches`` decodes the story in one mode and the question in each of the modes, with the K/V of the story
 that the first mode computed.
 """
 
@@ -33,8 +33,8 @@ COORDINATES = ("task", "tokens", "depth", "variant", "asked")
 def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
-    ``summary`` has a row for each task, length, depth and variant; of ``switches`` for each mode ``asked`` in after
-    the variant.
+    ``summary`` has a row for each task, length, depth and variant, and in ``switches`` for each mode ``asked`` in
+    after the variant.
 
     Raises:
         UsageError: an unknown task, or a depth or number of keys out of range; KvchatError: the model cannot be
@@ -65,7 +65,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
 
 
 def _places(settings: Recall) -> list[Row]:
-    """Task, length, depth and number of every case; the same prompt's variants follow each other."""
+    """Task, length, depth and number of every case."""
     return [
         {"task": task, "tokens": tokens, "depth": depth, "case": number}
         for task in settings.tasks
@@ -76,7 +76,7 @@ def _places(settings: Recall) -> list[Row]:
 
 
 def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
-    """The row of the case, or one for each mode that is asked in."""
+    """The row of a case; in ``switches`` one for each mode that the question is asked in."""
     session.enter(parsed(cell["variant"]))
     if cell["task"] == SWITCHES:
         yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
@@ -98,14 +98,14 @@ def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants:
 
 
 def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: Sequence[str]) -> Iterator[Row]:
-    """Decode the story in the cell's variant, then ask in every one."""
+    """Decode the story in the cell's variant, then ask in every variant."""
     prompt, story, question = inside_answer(asked.turns, inside, cell["case"], session.model.tokenizer)
     session.truncate(0)
     session.prefill(prompt)
     for token in story:
         session.step(token)
     for mode in variants:
-        # The last token again: what the mode asked in finds is what the first one left.
+        # Decode the last token again, so that every mode starts from the state that the first one left.
         session.enter(parsed(cell["variant"]))
         session.truncate(len(prompt) + len(story) - 1)
         session.step(story[-1])
@@ -120,7 +120,7 @@ def _row(session: Session, text: str, asked: Case) -> Row:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """A cell's refused row; ``switches`` have one more coordinate, which it lacks."""
+    """A row for each place; refused rows of ``switches`` are left out, because they lack the coordinate ``asked``."""
     placed = [row for row in rows if "refused" not in row or row["task"] != SWITCHES]
     places = [{name: row[name] for name in COORDINATES if name in row} for row in placed]
     return [_of_place(rows, dict(place)) for place in dict.fromkeys(tuple(place.items()) for place in places)]

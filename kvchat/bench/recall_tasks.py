@@ -1,9 +1,9 @@
 """Questions about facts hidden in a long text: the fact, its place, and the question.
 
-A case is a conversation of about a given length whose filler sentences hide the facts at a given depth (0: at the
-beginning, 1: at the end). What several facts are told of is spread over the whole text, and the one that is asked for
-stands at the depth. The wording is of the kind that the bundled model was trained on, but for ``fact``: what people
-tell, between the sentences of a book, which any model that can answer questions can be asked.
+A case is a conversation of about a given length with a fact at a given depth (0: at the beginning, 1: at the end) among
+filler sentences. In tasks with several facts the others are anywhere in the text. The wording is of the kind that the
+bundled model was trained on, except in ``fact``: its everyday facts between the sentences of a book suit any model that
+can answer questions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
-FILLER_TURNS = 4  # between what is told at the beginning and the question about it
-# What is told, what is asked, and what the answer has to contain.
+FILLER_TURNS = 4  # between the name and the question about it
+# The fact, the question, and what the answer has to contain.
 FACTS = (
     ("The code of the garden gate is 73914.", "What is the code of the garden gate?", "73914"),
     ("Miss Taylor's parrot is called Pomponio.", "What is Miss Taylor's parrot called?", "Pomponio"),
@@ -84,7 +84,7 @@ def case(task: str, tokens: int, depth: float, keys: int, seed: str, tokenizer: 
 def inside_answer(
     turns: Sequence[Turn], tokens: int, seed: int, tokenizer: Any
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of a prompt that asks for a story, of ``tokens`` tokens of one, and of the last turn, asked after it."""
+    """The ids of a prompt that asks for a story, of ``tokens`` tokens of a story, and of the last turn after it."""
     begun = (*turns[:-1], Turn("user", "Tell me a story."))
     told = (*begun, Turn("assistant", passage(sentences(seed), tokens, tokenizer)))
     encoder = PromptEncoder(tokenizer)
@@ -99,7 +99,7 @@ def _passkey(draw: Draw) -> Case:
 
 
 def _keys(draw: Draw) -> Case:
-    """Several keys are told, one is asked for."""
+    """The value of one of several keys."""
     names, numbers = draw.random_.sample(NAMES, draw.keys), [draw.number() for _ in range(draw.keys)]
     others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
     question = f"What is the value of {names[0]}?"
@@ -107,7 +107,7 @@ def _keys(draw: Draw) -> Case:
 
 
 def _chain(draw: Draw) -> Case:
-    """A variable is set from a variable that is set from a number."""
+    """A variable that is set from a variable that is set from a number."""
     names, number = draw.random_.sample(NAMES, CHAIN), draw.number()
     told = [f"Let {names[0]} = {number}."]
     told += [f"Let {name} = {before}." for before, name in itertools.pairwise(names)]
@@ -115,13 +115,13 @@ def _chain(draw: Draw) -> Case:
 
 
 def _fact(draw: Draw) -> Case:
-    """Some facts are told between the sentences of a book, one is asked for."""
+    """One of several facts between the sentences of a book."""
     (told, question, answer), *others = draw.random_.sample(FACTS, draw.keys)
     return _document(draw, told, question, answer, [sentence for sentence, _, _ in others], draw.book(draw.tokens))
 
 
 def _name(draw: Draw) -> Case:
-    """The system prompt gives the model a name, which is asked for after turns about something else."""
+    """The model's name, which the system prompt gives, after turns about something else."""
     name = draw.random_.choice(NAMES)
     between = [
         turn
@@ -132,7 +132,7 @@ def _name(draw: Draw) -> Case:
 
 
 def _switches(draw: Draw) -> Case:
-    """A passkey is told in an early turn, and asked for in another mode."""
+    """A passkey from an early turn, asked for in another mode."""
     return hide(draw.number(), draw.tokens, draw.tokenizer)
 
 
@@ -144,7 +144,7 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "name": _name,
     "switches": _switches,
 }
-# What they tell stands in the system prompt, or in an early turn.
+# Their facts are in the system prompt or in an early turn.
 WITHOUT_DEPTH = ("name", "switches")
 
 
@@ -160,10 +160,10 @@ def _document(
     others: Sequence[str] = (),
     filler: Sequence[str] | None = None,
 ) -> Case:
-    """A text that holds what is ``told`` at the depth and ``others`` anywhere, then the question as another turn."""
+    """A text with the fact ``told`` at the depth and ``others`` anywhere, then the question as another turn."""
     text = list(draw.filler(draw.tokens) if filler is None else filler)
     length = len(text)
     places = [(draw.depth, told), *((draw.random_.random(), sentence) for sentence in others)]
-    for depth, sentence in sorted(places, reverse=True):  # from the end, so that places stay
+    for depth, sentence in sorted(places, reverse=True):  # from the end, so that earlier places do not move
         text.insert(round(depth * length), sentence)
     return Case((Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", question)), answer)

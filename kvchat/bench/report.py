@@ -20,7 +20,7 @@ def read(files: Sequence[Path]) -> list[Result]:
     """Read results that may stand in one report.
 
     Raises:
-        UsageError: a file is no result, or two were measured in environments or on models that differ.
+        UsageError: a file is not a result, or two are of different environments or models.
     """
     results = [load(file) for file in files]
     for file, result in zip(files[1:], results[1:], strict=True):
@@ -43,7 +43,7 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 class Column(NamedTuple):
-    """A head, and how a row's cell is made."""
+    """The head of a column, and how it makes a row's cell."""
 
     head: str
     cell: Callable[[Row], str]
@@ -84,7 +84,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("same top token", share("same_top", 1)),
         Column("95 %", interval("same_top_interval")),
         Column("mass covered", share("covered", 1)),
-        Column("least of a head", share("covered_least", 1)),
+        Column("worst head", share("covered_least", 1)),
         Column("tokens read", figure("read_mean")),
     ),
     "coverage": (
@@ -105,10 +105,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("as in a chat", figure("chat_ms", 2)),
         Column("tokens/s", figure("tokens_per_s", 1)),
         Column("times as fast", lambda row: ", ".join(f"{ratio:.2f} {name}" for name, ratio in _ratios(row).items())),
-        Column("kept beside a load", share("kept")),
-        Column("others' share", share("others")),
+        Column("speed kept under load", share("kept")),
+        Column("others' CPU share", share("others")),
         Column("K/V on the device", size("kv_device_bytes")),
-        Column("moved a token", size("moved_bytes")),
+        Column("moved per token", size("moved_bytes")),
     ),
     "draft": (
         Column("context", figure("context")),
@@ -116,24 +116,26 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("temperature", lambda row: f"{row['temperature']:g}"),
         Column("drafts", lambda row: row["draft"]),
         Column("accepted", share("accepted")),
-        Column("of", figure("drafted")),
-        Column("tokens a round", figure("tokens_a_round", 1)),
-        Column("ms a token", figure("ms", 1)),
+        Column("drafted", figure("drafted")),
+        Column("tokens per round", figure("tokens_a_round", 1)),
+        Column("ms per token", figure("ms", 1)),
         Column("without", figure("ms_without", 1)),
         Column("times as fast", figure("gain", 2)),
         Column("by processor time", figure("processor_gain", 2)),
-        Column("the same tokens", lambda row: "yes" if row["same"] else "no"),
+        Column("same tokens", lambda row: "yes" if row["same"] else "no"),
     ),
     "peers": (
         Column("peer", variant),
         Column("context", figure("context")),
         Column("start to first token", lambda row: row.get("failed") or units.seconds(row["first_token_s"])),
-        Column("of it loading", lambda row: units.seconds(row.get("loading_s"))),
+        Column("of that, loading", lambda row: units.seconds(row.get("loading_s"))),
         Column("prompt, tokens/s", figure("prompt_tokens_per_s")),
-        Column("ms a token", figure("ms", 1)),
-        Column("times llama.cpp", lambda row: units.figure(row.get("times_as_fast", {}).get("llama.cpp"), "", 2)),
+        Column("ms per token", figure("ms", 1)),
+        Column(
+            "times llama.cpp's speed", lambda row: units.figure(row.get("times_as_fast", {}).get("llama.cpp"), "", 2)
+        ),
         Column("peak", size("peak_bytes")),
-        Column("others' share", share("others")),
+        Column("others' CPU share", share("others")),
     ),
     "prefill": (
         Column("tokens", figure("tokens")),
@@ -151,17 +153,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("longest", figure("longest", 0, "ms")),
         Column("computed, median", figure("computed", 0, "ms")),
         Column("95 %", figure("computed_p95", 0, "ms")),
-        Column("others' share", share("others")),
-        Column("memory at most", size("peak_bytes")),
+        Column("others' CPU share", share("others")),
+        Column("peak memory", size("peak_bytes")),
     ),
 }
 
 
 def tables(result: Result) -> list[Table]:
-    """The tables of a result, with what it was measured on.
+    """The tables of a result, and what it was measured on.
 
     Raises:
-        UsageError: the experiment is unknown, its rows are not of today's kind, or cells are missing.
+        UsageError: the experiment is unknown, its rows are of another version, or cells are missing.
     """
     name = result["experiment"]
     if "summary" not in result:
@@ -179,7 +181,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
-    """The tables, with ``notes`` that are true of all of them below the last."""
+    """The tables, with ``notes`` about all of them below the last."""
     return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
 
 
@@ -195,7 +197,7 @@ def _tables(name: str, result: Result) -> list[Table]:
 
 
 def _recall(title: str, rows: list[Row]) -> list[Table]:
-    """A line for each variant, a column for each task and length, depths summed; a grid of switches."""
+    """A line for each variant, a column for each task and length, depths summed; for switches a grid."""
     found = []
     plain = [row for row in rows if "asked" not in row]
     if plain:
@@ -212,7 +214,7 @@ def _recall(title: str, rows: list[Row]) -> list[Table]:
 
 
 def _parts(result: Result) -> list[Table]:
-    """A table for each part: the measured figures, and the published ones beside those that have any."""
+    """A table for each part, with published figures next to measured ones."""
     found, taken = [], 0.0
     for name, words in result["parts"].items():
         rows = [row for row in result["summary"] if row["part"] == name]
@@ -232,7 +234,7 @@ def _parts(result: Result) -> list[Table]:
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
-    """A cell with a figure of the one or the other side; an empty one where there is none."""
+    """A cell with a measured or published figure; empty if there is none."""
 
     def cell(row: Row) -> str:
         value = row[side].get(key)
@@ -242,7 +244,7 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
 
 
 def _grid(title: str, rows: list[Row]) -> Table:
-    """Right answers by the variant told in and the one asked in, and all of a line with their interval."""
+    """Right answers by the variant of the story and that of the question, and a line's total with its interval."""
     columns = list(dict.fromkeys(row["asked"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -262,7 +264,7 @@ def _right(rows: list[Row], with_interval: bool = True, **place: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text under heads; the first column is left-aligned, the others right. ``notes`` stand below."""
+    """Cells of text under heads, the first column left-aligned, the others right, with ``notes`` below."""
 
     title: str
     heads: tuple[str, ...]
@@ -293,7 +295,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def changed(row: Mapping[str, Any]) -> str:
-    """Return the change rate as text, where it was set."""
+    """The change rate as text; empty if it was not fixed."""
     rate = row.get("change_rate", NATURAL)
     return "" if rate == NATURAL else f", {100 * rate:g} % new"
 
@@ -310,9 +312,9 @@ def made_by(result: Result) -> str:
 
 
 def tabulated(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *notes: str) -> Table:
-    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell.
+    """A table with a line for each row; a ``refused`` row has the reason in its second cell.
 
-    A column of which nothing was measured is left out.
+    A column without any measured value is left out.
     """
     measured = [row for row in rows if "refused" not in row]
     absent = {"", units.MISSING}
