@@ -199,7 +199,7 @@ def test_one_answer_to_a_wrong_profile(nvml, monkeypatch):
     assert (ran.exit_code, TOLD in ran.stderr, "sampling.seed = 3" in ran.stdout) == (0, True, True)
     said: list[str] = []
     assert load_settings(problem=said.append).settings.sampling.seed == 3
-    check = installation.profiles_in_force("auto")
+    check = installation.active_profiles("auto")
     assert (check.state, check.advice) == ("warning", said[0])
     started = []
     monkeypatch.setattr(application, "run", lambda config: started.append(config) or 0)

@@ -1,7 +1,7 @@
 """Baselines: transformers' own caches and llama.cpp, decoding after the same context as kvchat's modes.
 
-llama.cpp reads the model's GGUF file, or a copy of its weights as one, and decodes beside this process with its own
-defaults: K/V in float16, attention as it chooses.
+llama.cpp reads the model's GGUF file, or a GGUF copy of its weights, and decodes in another process with its own
+defaults: K/V in float16, and attention as it chooses.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
-    """``model`` with its weights where transformers would have them: on a CPU a copy, kvchat's lie in huge pages."""
+    """``model`` with its weights in memory as transformers has it: on a CPU a copy, because kvchat uses huge pages."""
     return model if model.device.type != "cpu" else replace(model, model=copy.deepcopy(model.model))
 
 
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
-    """Run ``model`` as transformers wrote it, with sdpa attention, inside the context; packed weights stay ours."""
-    # Only kvchat's forward can multiply by packed weights, or look them up.
+    """Inside the context ``model`` runs transformers' own code with sdpa attention, except for packed weights."""
+    # Only kvchat's forward can multiply by packed weights, or look up rows in them.
     ours = [
         module
         for module in model.modules()
@@ -54,7 +54,7 @@ def as_written(model: Any) -> Iterator[None]:
     swapped = {module: module.__dict__.pop("forward") for module in ours}
     model.set_attn_implementation("sdpa")
     try:
-        # Not inference_mode: what is captured writes to tensors made outside it.
+        # Not inference_mode: a captured graph writes to tensors made outside it.
         with torch.no_grad():
             yield
     finally:
@@ -64,7 +64,7 @@ def as_written(model: Any) -> Iterator[None]:
 
 
 class Baseline:
-    """Base: measures step by step with a cache of its own; ``prepare_s`` is the time of the first reset in seconds."""
+    """Base: decodes step by step with a cache of its own; ``prepare_s`` is the time of the first reset in seconds."""
 
     name = ""
 
@@ -103,7 +103,7 @@ class Baseline:
         return sum(t.nbytes for t in tensors if t.device.type == self.model.device.type)
 
     def _reset(self) -> None:
-        """Make the cache hold the K/V of the context and nothing else."""
+        """Fill the cache with the K/V of the context and nothing else."""
         raise NotImplementedError
 
     def _step(self, token: int) -> None:
@@ -208,7 +208,7 @@ class Static(Baseline):
 
 
 class Generate(Baseline):
-    """transformers' ``generate``: the median interval between its tokens, which are its own. Reads the prompt."""
+    """transformers' ``generate``, by the intervals between its tokens, which it chooses itself after a prefill."""
 
     name = "generate"
 
@@ -220,7 +220,7 @@ class Generate(Baseline):
 
 
 def between(stamps: Sequence[float]) -> Timing:
-    """The time of a token from when each came, in seconds."""
+    """The time per token, from the seconds at which each came."""
     intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
     return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
@@ -242,9 +242,9 @@ class LlamaCpp:
         if self._process is None:
             refuse_llama_cpp(self.model)
             began = time.perf_counter()
-            with in_gguf(self.model) as file:  # loaded when it is made
+            with in_gguf(self.model) as file:  # which is needed only until it is loaded
                 self._process = PeerProcess("xllamacpp", self.name, str(file), self.context, {"warmup": False})
-            self._process.decode(self.prompt, 1)  # reads the prompt
+            self._process.decode(self.prompt, 1)  # prefill
             self.prepare_s = time.perf_counter() - began
         answer = self._process.decode(self.prompt, len(tokens))
         self.answer = answer["text"]
@@ -261,7 +261,11 @@ class LlamaCpp:
 
 
 def refuse_llama_cpp(model: LoadedModel) -> None:
-    """Refuse what llama.cpp cannot be compared on."""
+    """Refuse a device that is not a CPU, and missing packages.
+
+    Raises:
+        UsageError: llama.cpp cannot be compared.
+    """
     if model.device.type != "cpu":
         raise UsageError(
             "llama.cpp is compared only on a CPU.", "The package has it compiled for CPUs.", "Use --device cpu."
@@ -276,7 +280,7 @@ def refuse_llama_cpp(model: LoadedModel) -> None:
 
 @contextmanager
 def in_gguf(model: LoadedModel) -> Iterator[Path]:
-    """The GGUF file with the model's weights; inside the context a copy of those that have none."""
+    """The model's GGUF file, or a copy of its weights as one, which is deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
         if (file := model.gguf) is None:
             write(model, file := Path(folder) / "copy.gguf")
@@ -286,10 +290,10 @@ def in_gguf(model: LoadedModel) -> Iterator[Path]:
 class PeerProcess:
     """A program of ``peer_process`` in a process of its own, with as many threads as torch has.
 
-    It is loaded when this is made; ``loading_s`` are its seconds without what Python imports.
+    Creating it loads the model, in ``loading_s`` seconds without Python's imports.
 
     Raises:
-        UsageError: on making and in ``decode``, the process ended or its library refused.
+        UsageError: here and in ``decode``, if the process ended or its library refused.
     """
 
     def __init__(self, program: str, name: str, file: str, context: int, options: dict[str, Any]) -> None:
@@ -311,7 +315,7 @@ class PeerProcess:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes in RAM at its peak until now; None where the system does not tell."""
+        """Bytes in RAM at its peak until now; None if the system does not report it."""
         return read_peak(process.PROCESSES / str(self._process.pid))
 
     def decode(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
@@ -341,10 +345,10 @@ class PeerProcess:
 
 
 def write(model: LoadedModel, file: Path) -> None:
-    """Write the matrices in the model's dtype, vectors in float32, and the parameters of the architecture.
+    """Write a GGUF file: matrices in the model's dtype, vectors in float32, and the architecture's parameters.
 
     Raises:
-        UsageError: another architecture than Llama with plain rotary positions; ImportError: no package gguf.
+        UsageError: the model is not a Llama with plain rotary positions; ImportError: the package gguf is missing.
     """
     import gguf
 
@@ -361,7 +365,7 @@ def write(model: LoadedModel, file: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"<{id}>" for id in range(config.vocab_size)])
-    writer.add_token_merges(["< 0"])  # one at least must be there
+    writer.add_token_merges(["< 0"])  # at least one is required
     kind = gguf.GGMLQuantizationType[KINDS[model.dtype]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.model.state_dict().items():
@@ -395,7 +399,7 @@ def describe(writer: Any, config: Any) -> None:
 
 
 def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
-    """The parameter ``name`` as GGUF has it: there neighbors rotate, in transformers a head's halves."""
+    """The parameter ``name`` in GGUF's order: GGUF rotates neighbors, transformers the halves of a head."""
     heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     count = next((heads[part] for part in heads if part in name), None)
     if count is None:
@@ -403,5 +407,5 @@ def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
     return weight.view(count, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# Each continues after the stored ids, with room for some more tokens.
+# Each is made with a model, the K/V of stored ids, these ids, and the number of tokens to leave room for.
 BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Offloaded, Generate, LlamaCpp)}

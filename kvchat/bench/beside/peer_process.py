@@ -1,10 +1,9 @@
 """A peer in a process of its own: ``python -m kvchat.bench.beside.peer_process PROGRAM FILE CONTEXT THREADS OPTIONS``.
 
-Loads a model, then answers each line ``{"prompt": [ids], "count": n}`` on its input with a line ``{"began": seconds,
-"stamps": [seconds], "text": ...}``; the first line says that it is loaded, and how long that took without what Python
-imports. What its library refuses is a line ``{"failed": ...}``, and the end. Apart because llama.cpp's threads and
-torch's would count as more than there are processors, and OpenMP then lets both sleep at every wait. For llama.cpp it
-never imports torch.
+Loads a model, writes ``{"loading_s": seconds}`` (without Python's imports), then answers each line ``{"prompt": [ids],
+"count": n}`` on its input with a line ``{"began": seconds, "stamps": [seconds], "text": ...}``. If its library refuses,
+it writes ``{"failed": ...}`` and ends. A process of its own, because llama.cpp's threads and torch's together are more
+than there are processors, and OpenMP then lets both sleep at every wait. For llama.cpp it never imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Decoded(NamedTuple):
-    """When each token came, in seconds, and the text where the library gives one."""
+    """When each token came, in seconds, and the text if the library gives one."""
 
     stamps: list[float]
     text: str = ""
@@ -43,7 +42,7 @@ class _Clock:
 
 
 def main() -> None:
-    # What a library prints goes elsewhere; only answers go to the caller.
+    # Only answers go to the caller; what a library prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     program, file, context, threads, options = sys.argv[1:]
@@ -57,7 +56,7 @@ def main() -> None:
             began = time.perf_counter()
             answer = decode(asked["prompt"], asked["count"])
             print(json.dumps({"began": began, **answer._asdict()}), file=answers, flush=True)
-    except Exception as error:  # noqa: BLE001  # whatever a library refuses is the caller's to tell
+    except Exception as error:  # noqa: BLE001  # the caller reports whatever a library refuses
         print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
 
 
@@ -79,7 +78,6 @@ def _xllamacpp() -> Callable[..., Decode]:
         server = xllamacpp.Server(parameters)
 
         def decode(prompt: list[int], count: int) -> Decoded:
-            """The K/V of the prompt are kept."""
             stamps: list[float] = []
             texts: list[str] = []
 
@@ -122,7 +120,7 @@ def _transformers() -> Callable[..., Decode]:
 
 
 def generate(model: Any, prompt: Any, count: int) -> list[float]:
-    """When each token of transformers' ``generate`` came that follows ``prompt [1, tokens]``, in seconds."""
+    """When each token came that transformers' ``generate`` adds to ``prompt [1, tokens]``, in seconds."""
     clock = _Clock()
     chosen = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
     model.generate(prompt, attention_mask=prompt.new_ones(prompt.shape), streamer=clock, **chosen)
@@ -158,7 +156,7 @@ def _stamps(tokens: Iterator[Any], count: int) -> list[float]:
     return [time.perf_counter() for _ in itertools.islice(tokens, count)]
 
 
-# Each imports its library and returns what loads a file.
+# Each imports its library and returns a function that loads a file.
 PROGRAMS: dict[str, Callable[[], Callable[..., Decode]]] = {
     "kvchat": _kvchat,
     "llama_cpp": _llama_cpp,

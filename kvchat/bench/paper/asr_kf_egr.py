@@ -16,7 +16,7 @@ from kvchat.protocol.messages import Sampling, Turn
 
 PAPER = "freeze:profile=paper,K=32,k=2"
 OURS = "freeze"
-PROMPT_TOKENS = 14  # 514 tokens after 500
+PROMPT_TOKENS = 14  # the paper has 514 tokens after generating 500
 EXPLANATION = "Explain quantum entanglement."
 EXPLANATION_TOKENS = 269
 SAMPLING = Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=0)
@@ -100,7 +100,7 @@ def _passkeys(lab: Lab) -> list[Row]:
 
 
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
-    """Each case: the passkey in the prompt, ``inside`` tokens of a story decoded, the question, a greedy answer."""
+    """Whether each case is answered: a passkey in the prompt, ``inside`` decoded tokens of a story, the question."""
     tokenizer = lab.model.tokenizer
     for number in range(lab.settings.cases):
         case = hide(f"0/{number}", lab.settings.prompt_tokens, tokenizer)

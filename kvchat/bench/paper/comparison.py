@@ -1,7 +1,7 @@
 """All modes at one budget, including those of other papers: facts found, agreement with full and time, in one table.
 
-Two variants are compared question by question and passage by passage; p is the probability of as uneven a split by
-chance.
+Two variants are compared question by question and passage by passage; p is the probability that chance alone splits
+them as unevenly.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ ROUNDS = 3  # of times
 class Loaded(ModelChoice):
     """A choice whose model is already loaded."""
 
-    model_here: LoadedModel | None = None
+    loaded: LoadedModel | None = None
 
     def load(self, report: Report) -> LoadedModel:
-        assert self.model_here is not None
-        return self.model_here
+        assert self.loaded is not None
+        return self.loaded
 
 
 def variants(settings: Any) -> list[str]:
     """Full, speculative and the modes asked for (default: all, and FreeKV as published), at each budget."""
     asked = dict.fromkeys((FULL, SPECULATIVE, *(settings.modes or (FREEKV, *registered()))))
-    # --budget does not apply to RaaS by itself: its budget counts the answer's tokens only.
-    budgeted = [f"raas:budget={budget}" for budget in _budgets(settings)]
-    named = [each for variant in asked for each in (budgeted if variant == "raas" else [variant])]
+    # ``with_budgets`` leaves out RaaS, whose budget counts the answer's tokens only.
+    raas = [f"raas:budget={budget}" for budget in _budgets(settings)]
+    named = [each for variant in asked for each in (raas if variant == "raas" else [variant])]
     return list(with_budgets(named, _budgets(settings)))
 
 
@@ -50,13 +50,13 @@ def _budgets(settings: Any) -> Sequence[int]:
 def compared(lab: Lab) -> list[Row]:
     """A row for each variant: facts found, agreement with full on passages, and ms per token, measured in turns.
 
-    The times are of the median step: wall-clock time, and processor time, which other programs hardly change.
+    Times are wall time of the median step, and mean processor time, which other programs hardly change.
 
     Raises:
         KvchatError: no mode accepts the model, or a text is too short.
     """
     settings, modes = lab.settings, tuple(variants(lab.settings))
-    choice, context, tokens = Loaded(**vars(lab.choice), model_here=lab.model), settings.context, settings.compared
+    choice, context, tokens = Loaded(**vars(lab.choice), loaded=lab.model), settings.context, settings.compared
     found = recall.run(Recall(modes, ("fact",), (context,), DEPTHS, settings.cases), choice, Frame(report=lab.report))
     passages = Agreement(modes, context=context, tokens=tokens, passages=settings.passages, texts=lab.texts)
     agreed = agreement.run(passages, choice, Frame(report=lab.report))
@@ -66,20 +66,20 @@ def compared(lab: Lab) -> list[Row]:
 
 
 def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: Result) -> dict[str, Any]:
-    """A variant's figures, compared with full and with speculative at its budget; or why it was refused."""
+    """A variant's figures, compared with full and with speculative at its budget, and why any were refused."""
     answers, passages, timed = (_of(result["rows"], variant) for result in (found, agreed, times))
     budget = split(variant)[1].get("budget", _budgets(settings)[0])
-    beside = {FULL: FULL, SPECULATIVE: f"{SPECULATIVE}:budget={budget}"}
+    references = {FULL: FULL, SPECULATIVE: f"{SPECULATIVE}:budget={budget}"}
     figures: dict[str, Any] = {}
     if right := [each["right"] for each in answers if "right" in each]:
         figures |= {"facts found": sum(right), "questions": len(right)}
-        for name, other in beside.items():
+        for name, other in references.items():
             theirs = [] if other == variant else _of(found["rows"], other)
             figures[f"facts: p beside {name}"] = chance(answers, theirs, "right")
     (agreeing,) = _of(agreed["summary"], variant)
     if "refused" not in agreeing:
         figures["KL"] = agreeing["kl_mean"]
-        others = [] if variant in beside.values() else _of(agreed["rows"], beside[SPECULATIVE])
+        others = [] if variant in references.values() else _of(agreed["rows"], references[SPECULATIVE])
         figures["KL: p beside speculative"] = chance(passages, others, "kl")
         figures |= {name: agreeing[of] for name, of in AGREEMENT.items() if of in ("same_top", "covered")}
         stored = settings.context + (settings.compared + 1) / 2  # mean of the steps

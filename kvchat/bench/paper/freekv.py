@@ -1,5 +1,7 @@
-"""FreeKV (speculative mode): Figure 3a, the share of heads that each tau corrects, and the appendix's ablation of which
-query retrieves. Also the comparison of all modes."""
+"""FreeKV (speculative mode): Figure 3a, heads corrected by tau, and the appendix's ablation of the retrieving query.
+
+Also the comparison of all modes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Source = Literal["own", "layer below"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Generates ``tokens`` tokens after ``context`` tokens of a book; ``budget`` is that of the accuracy and ablations.
+    """Generates ``tokens`` tokens after ``context`` tokens of a book; accuracy and ablations have ``budget``.
 
     The comparison has ``cases`` questions at each depth, ``compared`` tokens of each of ``passages`` passages,
     ``modes`` (default: all) and ``budgets`` (default: ``budget``).
@@ -80,7 +82,7 @@ def _figure_3a(lab: Lab) -> list[Row]:
 
 
 def _corrections(lab: Lab) -> list[Row]:
-    """The share of steps and KV heads whose mean C is below tau, without the first layer, which retrieves nothing."""
+    """The share of steps and KV heads with a mean C below tau, without the first layer, which retrieves nothing."""
     similar = _similarities(lab)
     grouped = similar.view(*similar.shape[:2], lab.model.kv_heads, -1).mean(-1)[:, 1:]
     shares = {tau: float((grouped < tau).float().mean()) for tau in TAUS}
@@ -89,7 +91,7 @@ def _corrections(lab: Lab) -> list[Row]:
 
 
 def _accuracy(lab: Lab) -> list[Row]:
-    """What corrections are worth: agreement with full, from never correcting to always."""
+    """Agreement with full from never correcting to always."""
     decoded = forced(lab)
     taus = {f"tau {tau:g}": tau for tau in ACCURACY_TAUS}
     return lab.each(taus, lambda label: row(label, agreement(decoded, parsed(_at(lab.settings, taus[label])))))
@@ -99,15 +101,15 @@ def _sources(lab: Lab) -> list[Row]:
     decoded = forced(lab)
 
     def asked(label: str) -> Row:
-        tau, source, said = SOURCES[label]
+        tau, source, verdict = SOURCES[label]
         ablated = AblatedParameters(profile="paper", budget=lab.settings.budget, tau=tau, source=source)
-        return row(label, agreement(decoded, ablated), {"same top token": said})
+        return row(label, agreement(decoded, ablated), {"same top token": verdict})
 
     return lab.each(SOURCES, asked)
 
 
 class AblatedParameters(SpeculativeParameters):
-    """``SpeculativeParameters`` with another query. The source "layer below" retrieves every step: use tau above 1."""
+    """``SpeculativeParameters`` with a ``source``; "layer below" retrieves at every step and needs tau above 1."""
 
     implementation: ClassVar[str] = "kvchat.bench.paper.freekv:Ablated"
 
@@ -159,7 +161,7 @@ STUDY = Study("freekv", "speculative mode: adjacent queries, corrections, all mo
 
 
 class Ablated(FreeKV):
-    """FreeKV with the source of its parameters."""
+    """FreeKV that retrieves with the query of its ``source``."""
 
     parameters: AblatedParameters
 

@@ -37,7 +37,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """``cap``, the effective context C in tokens; a text longer and one shorter than it; ``trials`` after a warm-up."""
+    """``cap`` is the effective context C; the texts are a ``long`` and a ``short`` one, in tokens; after a warm-up."""
 
     cap: int = 256
     long: int = 600
@@ -58,7 +58,7 @@ def _streaming(settings: Settings, params: str) -> str:
 
 
 def _table(lab: Lab, tokens: int, variants: dict[str, str], published: dict[str, float]) -> list[Row]:
-    """Each trial runs every configuration, so that other load on the machine affects all alike."""
+    """Each trial runs every configuration, so that other load on the machine affects all equally."""
     lines: dict[str, str | None] = {BASELINE: None, **variants}
     ids = lab.passage(PROMPT + tokens)
     for params in lines.values():

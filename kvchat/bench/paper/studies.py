@@ -15,7 +15,7 @@ from kvchat.errors import UsageError, check_known, did_you_mean
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
 }
-DIGITS = 12  # of a size: int() refuses numbers of thousands of digits
+DIGITS = 12  # of a size at most: int() refuses numbers of thousands of digits
 
 
 def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:

@@ -37,7 +37,7 @@ TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes th
 
 @dataclass(frozen=True)
 class Part:
-    """One table or figure: its title, how it differs from the paper's, how it is measured."""
+    """One table or figure: its title, how it differs from the paper's, and how to measure it."""
 
     title: str
     differs: str
@@ -46,9 +46,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """A part's tools: ``settings`` of the study; ``texts``, files to use instead of the books.
+    """The tools of a part: ``settings`` of the study, and ``texts``, files to use instead of the books.
 
-    ``report`` shows progress within a part; ``choice`` is how the model was chosen.
+    ``report`` shows progress within a part; ``choice`` says which model was loaded, and how.
     """
 
     walk: Walk
@@ -62,7 +62,7 @@ class Lab:
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
-        """Measure each label and report it: a part may take minutes."""
+        """Measure each label, and report it because a part may take minutes."""
         found = []
         for label in labels:
             began = time.monotonic()
@@ -75,7 +75,7 @@ class Lab:
         return passages(self.texts, size, self.model.tokenizer)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Sample ``tokens`` tokens and store each; the caller can inspect the walk between two of them."""
+        """Draw and decode ``tokens`` tokens; the caller can inspect the walk after each."""
         sampler = Sampler(sampling, self.model.vocab, self.model.device)
         for _ in range(tokens):
             token = read(sampler(logits))
@@ -92,7 +92,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Study:
-    """A paper: its parts by name, and the variants they measure."""
+    """A paper: its parts by name, and the variants that they measure."""
 
     name: str
     title: str
@@ -107,9 +107,9 @@ class Study:
         only: Sequence[str] = (),
         texts: Sequence[str] = (),
     ) -> Result:
-        """Measure all parts, or those named ``only``; return plain data, ready for JSON, with a row for each line.
+        """Measure all parts, or those in ``only``; return plain data, ready for JSON, with a row for each line.
 
-        ``texts`` are files to use instead of the bundled books; the first that is long enough is used.
+        ``texts`` are used instead of the bundled books; the first that is long enough is taken.
 
         Raises:
             UsageError: an unknown part; DoesNotFitError: a given size exceeds the model's context;
@@ -120,7 +120,7 @@ class Study:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
-        # A default that exceeds a small model's context only fails the parts that need it.
+        # A default that exceeds a small model's context fails only the parts that need it.
         for size in fields(settings):
             value = getattr(settings, size.name)
             if size.name in TOKENS and value != size.default and value > model.context:
@@ -144,7 +144,7 @@ class Study:
 
 
 def _timed(part: Part, lab: Lab) -> list[Row]:
-    """The rows of a part, each with the seconds the whole part took."""
+    """The rows of a part, each with the seconds of the whole part."""
     began = time.monotonic()
     rows = part.measure(lab)
     seconds = round(time.monotonic() - began, 1)
@@ -152,14 +152,14 @@ def _timed(part: Part, lab: Lab) -> list[Row]:
 
 
 def forced(lab: Lab) -> Forced:
-    """Decodes the text's ``forced`` tokens after ``context`` tokens (both from the study's settings)."""
+    """A text of ``context`` tokens and ``forced`` ones to decode after them, by the study's settings."""
     settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
     return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer)[:1])
 
 
 def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
-    """A mode's agreement with full on that text, as a row's figures."""
+    """A mode's agreement with full on the text of ``decoded``, as a row's figures."""
     found = summarized([{**decoded.row(0, parameters), "variant": ""}], "")
     return {name: found[of] for name, of in AGREEMENT.items()}
 

@@ -70,7 +70,7 @@ def _at_ratio(rho: float) -> str:
 
 # ---- Figure 2 --------------------------------------------------------------------------------------
 def _top_sets(lab: Lab) -> Tensor:
-    """1 for the most attended tokens of each step, layer and KV head, else 0: ``[steps, layers, H, total]``."""
+    """1 for the ``TOP`` most attended tokens of each step, layer and KV head, else 0: ``[steps, layers, H, total]``."""
     walk, end = lab.walk, lab.settings.context + lab.settings.tokens
     logits = walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     found = []
@@ -111,7 +111,7 @@ def _agreed(lab: Lab, decoded: Forced, label: str, params: str, published: dict[
 
 
 def _times(lab: Lab, variant: str) -> dict[str, float]:
-    """Seconds of the prefill and the switch to the mode, and ms per decoded token of the same text."""
+    """Seconds to prefill and enter the mode, and ms per decoded token of the same text."""
     context, tokens = int(lab.settings.context), int(lab.settings.forced)
     prefill, step = lab.walk.times(lab.passage(context + tokens), context, parsed(variant))
     return {PREFILL: prefill, STEP: 1000 * step}
