@@ -17,8 +17,8 @@ import torch
 
 import kvchat
 from kvchat.bench import decoding, timing
-from kvchat.bench.beside import baselines
 from kvchat.bench.decoding import ModeRun, spills
+from kvchat.bench.external import baselines
 from kvchat.bench.frame import Cell, Frame, ModelChoice, Report, Result, Row, experiment, methods, parsed
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from kvchat.bench.beside.baselines import PeerProcess, between, in_gguf, refuse_llama_cpp
 from kvchat.bench.decode import Rounds
 from kvchat.bench.decoding import prose
+from kvchat.bench.external.baselines import PeerProcess, between, in_gguf, refuse_llama_cpp
 from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, methods, parsed, split
 from kvchat.bench.report import line
 from kvchat.bench.settings import Peers

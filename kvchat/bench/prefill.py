@@ -15,7 +15,7 @@ import torch
 
 from kvchat import units
 from kvchat.bench import model_shapes, timing
-from kvchat.bench.beside.baselines import as_written
+from kvchat.bench.external.baselines import as_written
 from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, methods, parsed
 from kvchat.bench.settings import Prefill
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of

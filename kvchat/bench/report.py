@@ -290,7 +290,7 @@ def line(row: Mapping[str, Any]) -> str:
     exposed = row.get("exposed_ms")
     recall = "" if exposed is None else f", exposed {exposed:.2f} of {row['recall_ms']:.2f} ms"
     bound = f", at least {row['link_ms']:.2f} ms over the link" if row.get("link_ms") else ""
-    kept = f"  {100 * row['kept']:.0f} % of its speed beside the load" if "kept" in row else ""
+    kept = f"  {100 * row['kept']:.0f} % of its speed under load" if "kept" in row else ""
     return f"{start}{row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{recall}{bound}{kept}"
 
 

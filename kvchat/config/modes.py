@@ -151,7 +151,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     window: int | None = Field(None, ge=1)
     """W, most recent tokens that a prune keeps; sets the budget to sink + window + B (auto: from the budget)"""
     B: int = Field(0, ge=0)
-    """non-core tokens: recent ones kept besides the window"""
+    """non-core tokens: older recent ones, kept in addition to the window"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)

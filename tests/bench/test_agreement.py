@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench import agreement, coverage
 from kvchat.bench.agreement import divergence
-from kvchat.bench.beside.baselines import as_written
+from kvchat.bench.external.baselines import as_written
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.report import tables
 from kvchat.bench.settings import Agreement, Coverage

@@ -11,9 +11,9 @@ from support.shape_runner import filled
 from typer.testing import CliRunner
 
 from kvchat.bench import peers
-from kvchat.bench.beside import baselines
-from kvchat.bench.beside.baselines import LlamaCpp, PeerProcess
 from kvchat.bench.decoding import prose
+from kvchat.bench.external import baselines
+from kvchat.bench.external.baselines import LlamaCpp, PeerProcess
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.report import rendered
 from kvchat.bench.settings import Peers

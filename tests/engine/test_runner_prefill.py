@@ -5,7 +5,7 @@ import torch
 from support.integrity import check_integrity
 from support.tiny_runner import loaded, prefilled, runner_of
 
-from kvchat.bench.beside.baselines import as_written
+from kvchat.bench.external.baselines import as_written
 from kvchat.engine import runner
 from kvchat.engine.runner import WithoutAttention, prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError

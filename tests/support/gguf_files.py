@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvchat.bench.beside import baselines
+from kvchat.bench.external import baselines
 from kvchat.models import gguf_file
 from kvchat.models.load import LoadedModel
 from kvchat.paths import bundled_model_dir

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat.bench.beside.baselines import as_written
+from kvchat.bench.external.baselines import as_written
 from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper.study import Lab, Part, Study, row
 from kvchat.errors import UsageError

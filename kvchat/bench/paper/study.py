@@ -1,4 +1,4 @@
-"""Shared by the studies of all papers. A part is one table or figure, with published figures beside measured ones.
+"""Shared by the studies of all papers. A part is one table or figure, with published figures next to measured ones.
 
 A row of a part has ``row``, its label; ``measured`` and ``published``, figures by name.
 """

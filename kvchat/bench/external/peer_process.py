@@ -1,4 +1,4 @@
-"""A peer in a process of its own: ``python -m kvchat.bench.beside.peer_process PROGRAM FILE CONTEXT THREADS OPTIONS``.
+"""A peer in its own process: ``python -m kvchat.bench.external.peer_process PROGRAM FILE CONTEXT THREADS OPTIONS``.
 
 Loads a model, writes ``{"loading_s": seconds}`` (without Python's imports), then answers each line ``{"prompt": [ids],
 "count": n}`` on its input with a line ``{"began": seconds, "stamps": [seconds], "text": ...}``. If its library refuses,

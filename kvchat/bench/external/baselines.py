@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvchat import libraries, process
-from kvchat.bench.beside import peer_process
+from kvchat.bench.external import peer_process
 from kvchat.bench.timing import Timing, Variant, read_peak, time_steps, warm_up
 from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
@@ -300,7 +300,7 @@ class PeerProcess:
         self.name = name
         arguments = (program, file, str(context), str(torch.get_num_threads()), json.dumps(options))
         self._process = subprocess.Popen(
-            process.python("-m", "kvchat.bench.beside.peer_process", *arguments),
+            process.python("-m", "kvchat.bench.external.peer_process", *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
