@@ -1,4 +1,4 @@
-"""The agreement benchmark: full agrees with itself, and divergence is what its formula says."""
+"""The agreement benchmark: full agrees with itself, and divergence follows its formula."""
 
 import json
 

@@ -26,7 +26,7 @@ MODES = ("full", "streaming", "speculative", "freeze", "sync")
 
 @pytest.fixture(autouse=True)
 def quick_roofline(monkeypatch):
-    """Rates are tested by themselves; elsewhere their time is better spent."""
+    """Skips measuring rates, which has tests of its own."""
     found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
     monkeypatch.setattr(decode, "measure", lambda device, dtype: found)
 
@@ -81,7 +81,7 @@ def test_the_floor_is_the_weights_of_a_token_at_the_measured_rate(tiny_shape):
 
 
 def rounds_take(monkeypatch, ms):
-    """A round takes what ``ms`` says of its change rate, and moves 2 MB."""
+    """A round takes the ``ms`` of its change rate and moves 2 MB."""
 
     def measure(self, tokens):
         self.figures = {"moved_bytes": 2e6, "corrections": 0}
@@ -130,7 +130,7 @@ def test_beside_busy_processes_everything_has_a_second_turn():
 
 
 def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
-    """They take the threads that others leave, and look only while they decode."""
+    """Modes adapt their threads to the load, but sample it only while they decode."""
     now = {"load": False, "seen": None}
 
     @contextmanager

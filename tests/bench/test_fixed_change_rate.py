@@ -1,4 +1,4 @@
-"""Speculative mode at a fixed change rate: what changes and what moves."""
+"""Speculative mode at a fixed change rate: how many tokens change and how many move."""
 
 import pytest
 import torch

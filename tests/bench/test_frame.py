@@ -1,4 +1,4 @@
-"""The frame: what was measured is in the file whatever ends the program, and a refused cell is a row."""
+"""The frame: the file has all that was measured, whatever ends the program, and a refused cell is a row."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def experiment(**changes):
 
 
 class Measured:
-    """Measures a cell by noting it; the one numbered ``fails`` raises ``error``."""
+    """Records the cells that it measures; number ``fails`` raises ``error`` once."""
 
     def __init__(self, fails=None, error=KeyboardInterrupt):
         self.cells, self.fails, self.error = [], fails, error
@@ -131,7 +131,7 @@ def test_texts_are_compared_by_the_mean_of_their_tokens():
 
 
 class Entered:
-    """A session that notes the parameters it is to enter a mode with."""
+    """A session that records the parameters of the mode to enter."""
 
     def enter(self, parameters: ModeParameters) -> None:
         self.parameters = parameters

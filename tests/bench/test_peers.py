@@ -1,4 +1,4 @@
-"""The peers with peers: what its figures are made of, and real processes that answer or say why not."""
+"""The benchmark of peers: how figures are computed, and real processes that answer or say why not."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ STEP_S = {"llama.cpp": 0.02, "kvchat full": 0.01, "kvchat streaming:budget=512":
 
 
 class FakeProcess:
-    """Reads 1,000 tokens a second and decodes at its own pace; transformers refuses."""
+    """Prefills 1,000 tokens per second and decodes at its peer's pace; transformers refuses."""
 
     started: ClassVar[list[tuple[Any, ...]]] = []
     closed: ClassVar[list[str]] = []
@@ -158,7 +158,7 @@ def test_every_peer_that_is_here_answers(tmp_path):
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
 def test_baselines_continue_from_the_stored_context(tiny_shape, name):
-    """Their logits after the same tokens are full mode's."""
+    """After the same tokens their logits equal full mode's."""
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
     ids = [0] * 130
     baseline = baselines.BASELINES[name](tiny_shape, runner.kv.state, ids, spare=8)
@@ -188,7 +188,7 @@ def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
 
 
 def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
-    """kvchat's lie one behind the other, in huge pages, which no user of transformers has."""
+    """kvchat's weights are contiguous in huge pages, which no user of transformers has."""
     bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
     plain = baselines.in_ordinary_memory(bundled)
     ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())

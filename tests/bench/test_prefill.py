@@ -1,4 +1,4 @@
-"""The prefill benchmark: its rows hold together, and both sides read the same prompt."""
+"""The prefill benchmark: its rows are consistent, and both sides process the same prompt."""
 
 import json
 import os
@@ -64,7 +64,7 @@ sys.stdout.write(" ".join(str(peak(taken)) for taken in (1, int(sys.argv[1]), 1)
 
 @pytest.mark.slow("a process imports torch and transformers")
 def test_the_peak_is_that_of_one_reading():
-    """In a process of its own: what other tests left would be freed meanwhile."""
+    """In its own process, because memory that other tests left would be freed meanwhile."""
     if not timing.forget_peak():
         pytest.skip("the system does not let a process forget its peak")
     nbytes = 200 * 2**20

@@ -1,4 +1,4 @@
-"""The recall benchmark: full is always beside the variants, places add up, and what a mode lost stays its own."""
+"""The recall benchmark: full is always among the variants, summaries add up, and modes keep their losses apart."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Reports: what stands in one."""
+"""Reports: their tables and notes, and the results that they refuse."""
 
 import json
 

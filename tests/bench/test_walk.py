@@ -1,4 +1,4 @@
-"""A walk: a prompt that is stored is not read again, and what was read, covered and asked is seen."""
+"""A walk: it does not process a stored prompt again, and reports tokens read, coverage and queries."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Commands run in this process: a process of its own takes seconds to import torch and transformers."""
+"""Runs commands in this process, because a new one takes seconds to import torch and transformers."""
 
 import io
 import sys
@@ -14,7 +14,7 @@ from kvchat.models import checkpoint
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Run a command with these arguments; ``stdin`` None is a keyboard on which nothing is typed."""
+    """Run a command with these arguments; with ``stdin`` None it is a terminal where nothing is typed."""
 
     def run(*args, stdin=None):
         stream = io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else Terminal(io.BytesIO())

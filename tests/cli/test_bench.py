@@ -1,4 +1,4 @@
-"""Every option of a measurement's command arrives where it is read."""
+"""Every option of a measurement's command reaches its settings."""
 
 import sys
 from dataclasses import fields, replace
@@ -16,7 +16,7 @@ from kvchat.errors import UsageError
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, line: str, measurement: ModuleType) -> tuple[Any, ModelChoice]:
-    """The settings and the model that the command ``line`` gives to a measurement."""
+    """The settings and the model choice that a command ``line`` results in."""
     given: list[Any] = []
     monkeypatch.setattr(measurement, "run", lambda *args: given.extend(args) or {"rows": []})
     ran = CliRunner().invoke(app, ["bench", *line.split(), "--json"], catch_exceptions=False)

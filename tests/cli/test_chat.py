@@ -1,4 +1,4 @@
-"""The start of the application: what it takes from the terminal's surroundings."""
+"""The start of the application: what it takes from the terminal and the environment."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Conversations without a screen."""
+"""``kvchat chats``: saved conversations without a screen."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``kvchat compare``: what is asked of the session, what is printed and written, and what is refused before a load."""
+"""``kvchat compare``: calls of the session, output and files, and errors before a model is loaded."""
 
 import json
 import re

@@ -31,7 +31,7 @@ sys.addaudithook(watch)
 
 @pytest.fixture
 def tried(tmp_path, monkeypatch):
-    """The file of what processes of this test try to reach; made where one of them starts."""
+    """The file that records the addresses that this test's processes try to reach; each process creates it."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
     monkeypatch.setattr("support.environment.PYTHONPATH", os.pathsep.join((str(tmp_path), PYTHONPATH)))
@@ -48,7 +48,7 @@ def run(
     folder: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[bytes]:
-    """``kvchat`` with at most so many bytes of addresses, so many in a file it writes, its own files in ``folder``."""
+    """``kvchat`` with limits on its address space and file sizes in bytes, and its own files in ``folder``."""
 
     def restrict() -> None:
         for kind, most in ((resource.RLIMIT_AS, limit), (resource.RLIMIT_FSIZE, file_limit)):
@@ -143,7 +143,7 @@ assert "".join(kvchat.load("bundled").chat("Hi", Sampling(max_new_tokens=3))).st
 
 
 def homeless(folder: Path) -> dict[str, str]:
-    """The environment of a process without a home, that begins in the folder ``here``."""
+    """The environment of a process without a home."""
     (folder / "sitecustomize.py").write_text(NOBODY)
     (folder / "here").mkdir()
     source = str(Path(kvchat.__file__).parent.parent)

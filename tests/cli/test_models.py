@@ -1,4 +1,4 @@
-"""The models on this machine as lines and as JSON."""
+"""``kvchat models`` as lines and as JSON."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the commands write: raw to a pipe, without control characters to a terminal."""
+"""Output of the commands: raw to a pipe, without control characters to a terminal."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ for _ in range(2):
 
 
 def in_a_terminal(code: str, *arguments: str, **variables: str) -> bytes:
-    """What a program in Python writes to its terminal."""
+    """The bytes that a Python program writes to its terminal."""
     run = PtyRun([sys.executable, "-c", code, *arguments], {**os.environ, **variables})
     try:
         assert run.finish() == 0

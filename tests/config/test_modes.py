@@ -73,7 +73,7 @@ def test_a_published_value_is_left_out_where_another_parameter_says_the_same(mod
 
 
 def test_only_the_budget_means_the_same_in_every_mode():
-    """A window of 2,044 tokens given to streaming made speculative impossible (audit, 10)."""
+    """A window of 2,044 tokens set for streaming must not apply to speculative, whose budget it exceeds."""
     given: dict[str, modes.Params] = {}
     modes.remember(given, "streaming", {"window": 2044, "sink": 4})
     modes.remember(given, "speculative", {"budget": 512})
@@ -82,7 +82,7 @@ def test_only_the_budget_means_the_same_in_every_mode():
 
 
 def test_a_budget_given_elsewhere_does_not_cap_freeze():
-    """Freeze forgets what does not fit a budget: 0 of 18 facts, where it recalls them without one."""
+    """A budget makes freeze forget: it recalled 0 of 18 facts, which it recalls without one."""
     given: dict[str, modes.Params] = {"freeze": {"pin_system": True}}
     modes.remember(given, "speculative", {"budget": 512})
     assert modes.effective_params("freeze", {}, given).model_dump()["budget"] is None
@@ -125,7 +125,7 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has():
 
 
 def test_no_unknown_setting_of_a_mode_is_passed_over():
-    """It was left out in silence, as a budget given in another mode is."""
+    """Only a shared parameter that the mode lacks, such as a budget, is silently left out."""
     with pytest.raises(UsageError, match='no parameter "sinks"'):
         modes.effective_params("streaming", {"streaming": {"sinks": 4}}, {})
 

@@ -1,4 +1,4 @@
-"""GPU profiles: which one is in force, what it sets and where it says so; with a fake pynvml."""
+"""GPU profiles: which match, what they set and how origins show it; with a fake pynvml."""
 
 import errno
 import os
@@ -84,7 +84,7 @@ def test_the_bundled_profile_goes_by_memory(nvml):
     ],
 )
 def test_wherever_full_does_not_fit_other_modes_are_bounded(nvml, sizes, bounded):
-    """After a prompt freeze held as much as full, and below 5 GiB nothing matched (audit, 11)."""
+    """Without a budget freeze holds as much as full after a prompt; a profile must match below 5 GiB too."""
     of_an_8b_model = 128 * 1024  # bytes a token: 32 layers, 8 KV heads of 128, 16 bits
     for memory in sizes:
         nvml(gpu("Some GPU", memory))
@@ -191,7 +191,7 @@ TOLD = 'profiles/bad.toml:2: kv.mode: "frezee"'
 
 
 def test_one_answer_to_a_wrong_profile(nvml, monkeypatch):
-    """It is left out, and everybody says so in the same words; who was asked whether it is right says no."""
+    """It is ignored with the same message everywhere; ``validate`` fails."""
     nvml(RTX)
     own("bad.toml", WRONG)
     own("good.toml", "[match]\n[sampling]\nseed = 3\n")
@@ -262,7 +262,7 @@ def test_a_device_that_is_none_is_refused(nvml):
 
 
 def test_all_wrong_profiles_are_told_at_once():
-    """Only the first was (audit, 12)."""
+    """Not only the first."""
     own("a.toml", '[kv]\nmode = "frezee"\n')
     own("b.toml", "[measured]\nread = -1\n")
     good = own("c.toml", "[sampling]\nseed = 3\n")
@@ -273,7 +273,7 @@ def test_all_wrong_profiles_are_told_at_once():
 
 
 def test_a_range_of_memory_that_can_match_nothing_is_refused():
-    """It was called good (audit, 12)."""
+    """``validate`` must not call it valid."""
     file = own("bad.toml", "[match]\nmemory = [10, 5]\n")
     with pytest.raises(UsageError, match=r"profiles/bad\.toml:2: match\.memory: \[10, 5\]"):
         profiles.read_file(file, None)
@@ -327,7 +327,7 @@ def test_saving_again_keeps_settings_and_comments(nvml):
 
 
 def test_saving_takes_no_setting_away(nvml):
-    """The saved profile has more keys than most that a person writes, and was the only one in force (audit, 12)."""
+    """A profile of measurements applies together with the user's, although its match has more keys."""
     own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n[kv.streaming]\nbudget = 300\n')
     before = resolved()
     profiles.save(Measured(read=9.0, kvchat="0.1.0"))

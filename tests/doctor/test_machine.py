@@ -1,4 +1,4 @@
-"""The machine's checks over trees that look like /proc and /sys: what is found, and when it is worth a warning."""
+"""The machine's checks over trees that look like /proc and /sys: findings, and when they are a warning."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -20,7 +20,7 @@ from kvchat.kv.memory import available
 
 @pytest.fixture
 def found(monkeypatch):
-    """The report is these checks."""
+    """The checks that the report prints."""
     found: list[Check] = []
     monkeypatch.setattr(report, "checks", lambda: iter(found))
     return found
@@ -59,7 +59,7 @@ def test_as_json(found, capsys):
 
 
 def test_this_machine(capsys):
-    """As a command of its own it is among those of tests/cli/test_no_home.py."""
+    """tests/cli/test_main_environment.py runs it as a command."""
     code = report.doctor(as_json=True)
     told = capsys.readouterr()
     said = json.loads(told.out)
@@ -97,7 +97,7 @@ PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra =
 
 @pytest.fixture
 def installed(monkeypatch):
-    """These modules, or the errors of importing them, are all that there is."""
+    """Makes these modules, or errors of importing them, the only ones installed."""
 
     def install(**modules):
         monkeypatch.setattr(installation, "import_module", importing(**modules))

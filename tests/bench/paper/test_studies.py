@@ -1,4 +1,4 @@
-"""The studies of the papers: each runs to the end in small sizes, with the published figures beside its own."""
+"""The studies of the papers: each runs to the end in small sizes, with published figures next to measured ones."""
 
 import json
 
@@ -41,9 +41,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def results(model):
-    """Each study measured once, in its small sizes; the length of the explanation is no setting but the paper's.
+    """Each study measured once in small sizes; the length of the explanation is patched, because it is not a setting.
 
-    Where no needles are found again, on a tiny random model with the bundled one's tokenizer.
+    Only the study that searches needles has the bundled model; the others have a tiny random one with its tokenizer.
     """
     tiny = tiny_models.fresh("llama", vocab_size=model.vocab, max_position_embeddings=model.context)
     small = wrap(tiny, model.tokenizer, "small")
@@ -183,7 +183,7 @@ PROMPT = [token % 251 for token in range(7, 807)]
 
 
 def attended(walk, parameters):
-    """The sets that three decoded tokens read."""
+    """Masks of the tokens that three decoded tokens read."""
     walk.begin(PROMPT, parameters)
     found = []
     for token in (9, 40, 77):
@@ -201,7 +201,7 @@ def test_what_is_not_replaced_is_speculative_mode(tiny_shape):
 
 
 def test_the_layer_below_is_asked_at_the_same_step(tiny_shape, monkeypatch):
-    """Every layer but the first is given the query that the layer below it had."""
+    """Every layer but the first retrieves with the query of the layer below."""
     from kvchat.kv.modes.freekv import FreeKV
 
     given, begin = [], FreeKV.attention_begin
