@@ -75,12 +75,12 @@ def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: 
         figures |= {"facts found": sum(right), "questions": len(right)}
         for name, other in references.items():
             theirs = [] if other == variant else _of(found["rows"], other)
-            figures[f"facts: p beside {name}"] = chance(answers, theirs, "right")
+            figures[f"facts: p against {name}"] = chance(answers, theirs, "right")
     (agreeing,) = _of(agreed["summary"], variant)
     if "refused" not in agreeing:
         figures["KL"] = agreeing["kl_mean"]
         others = [] if variant in references.values() else _of(agreed["rows"], references[SPECULATIVE])
-        figures["KL: p beside speculative"] = chance(passages, others, "kl")
+        figures["KL: p against speculative"] = chance(passages, others, "kl")
         figures |= {name: agreeing[of] for name, of in AGREEMENT.items() if of in ("same_top", "covered")}
         stored = settings.context + (settings.compared + 1) / 2  # mean of the steps
         figures["share read"] = agreeing["read_mean"] / stored

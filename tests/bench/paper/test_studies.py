@@ -129,10 +129,10 @@ def test_all_modes_stand_in_one_table_beside_full_and_speculative(model, monkeyp
     assert full["mass covered"] == pytest.approx(1, abs=1e-3)
     assert window["share read"] < speculative["share read"] + 0.2 < 0.9
     assert window["KL"] > speculative["KL"] > 0
-    assert window["KL: p beside speculative"] == 0.5, "two passages, both farther from full"
+    assert window["KL: p against speculative"] == 0.5, "two passages, both farther from full"
     assert all(row[name] > 0 for row in rows.values() for name in ("ms a token", "processor ms a token"))
-    assert (full["facts: p beside full"], speculative["KL: p beside speculative"]) == (None, None)
-    assert 0 < window["facts: p beside full"] <= 1
+    assert (full["facts: p against full"], speculative["KL: p against speculative"]) == (None, None)
+    assert 0 < window["facts: p against full"] <= 1
     (table,) = tables(result)
     assert len(table.rows) == len(rows) == len(registered()) + 1, "and speculative as published"
 
