@@ -104,7 +104,7 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     """Milliseconds to read the weights of one token at the measured rate; None for mixtures of experts."""
     if has_experts(model.model) or measured.read is None:
         return None
-    table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes  # of which a row is read
+    table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes  # read: one row
     return (model.weight_bytes - table) / measured.read / 1e6
 
 

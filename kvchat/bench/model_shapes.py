@@ -45,7 +45,7 @@ def _shape(
     eps: float = 1e-6,
     **more: Any,
 ) -> dict[str, Any]:
-    """``heads`` are query heads and KV heads; ``rope`` is theta where it is a number."""
+    """``heads`` are query heads and KV heads; ``rope`` is theta if it is a number."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 def read(files: Sequence[Path]) -> list[Result]:
-    """Read results that may stand in one report.
+    """Read results that belong in one report.
 
     Raises:
         UsageError: a file is not a result, or two are of different environments or models.

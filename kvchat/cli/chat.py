@@ -181,7 +181,7 @@ def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
 
 
 def typed(prompt: str) -> str:
-    """A prompt of the command line, in which lone surrogates stand for bytes that are not UTF-8.
+    """A prompt of the command line as text; Python decodes bytes that are not UTF-8 to lone surrogates.
 
     Raises:
         UsageError: it has such bytes.

@@ -30,7 +30,6 @@ from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 
-CHAT = "chat"
 # Commands of other programs, such as ollama, and what to type instead.
 MEANT = {"help": "--help", "version": "--version", "list": "models", "pull": "-m MODEL", "run": "-m MODEL"}
 
@@ -67,7 +66,7 @@ class Commands(TyperGroup):
         is_question = words and (len(words[0].split()) > 1 or not is_near)
         if words and words[0] in self.commands:
             args = [words[0], *args[: len(args) - len(words)], *words[1:]]
-        return super().parse_args(ctx, [CHAT, *args] if is_question else args)
+        return super().parse_args(ctx, ["chat", *args] if is_question else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; refuse a misspelled one."""

@@ -99,7 +99,7 @@ def list_models(
 def _facts(row: Row) -> str:
     if row.file_bytes is None:
         return row.type
-    file, needed = size(row.file_bytes or 0), size(row.needed_bytes or 0)
+    file, needed = size(row.file_bytes), size(row.needed_bytes)
     fits = {"none": f"fits, takes {needed}", None: f"too large, takes {needed}"}
     return f"{file:>9}  {row.type:<9} {fits.get(row.quantize, f'{row.quantize} fits, takes {needed} without it')}"
 

@@ -47,13 +47,6 @@ Completer = Callable[[str], list[Offer]]
 FEW = 6  # choices of an option that help lists
 
 
-def described(section: Section, name: str) -> str:
-    """The help of a setting, from its schema."""
-    field = section.model_fields[name]
-    repeats = "; repeatable" if get_origin(field.annotation) is tuple else ""
-    return f"{field.description}{repeats}"
-
-
 def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
     """The option of a setting, with help and choices from its schema."""
     field = section.model_fields[name]
@@ -61,7 +54,7 @@ def setting(section: Section, name: str, *flags: str, complete: Completer | None
     number = next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
     return typer.Option(
         *flags,
-        help=described(section, name),
+        help=f"{field.description}{'; repeatable' if get_origin(field.annotation) is tuple else ''}",
         metavar="|".join(words if len(words) <= FEW else [name.upper()]) or number,
         autocompletion=complete or one_of(words),
     )

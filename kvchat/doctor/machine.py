@@ -86,10 +86,8 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
     near = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     if not near.isdigit():
         return Check("NUMA", "ok", f"{bus} at an unknown node")
-    found, cpus = (
-        f"{bus} at node {near}",
-        system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
-    )
+    found = f"{bus} at node {near}"
+    cpus = system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist")
     if cpus and _numbers(cpus).isdisjoint(usable_processors()):
         advice = f"K/V would cross sockets; run: numactl --cpunodebind={near} --membind={near} kvchat"
         return Check("NUMA", "warning", f"{found}, but this process runs only on other nodes' processors", advice)
