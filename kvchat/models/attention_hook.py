@@ -1,15 +1,14 @@
 """The hook into transformers: a registered attention function that hands K/V to an attention backend.
 
-A model loaded with ``attn_implementation="kvchat"`` projects and rotates as always and then calls ``attention`` here,
-which calls the backend bound to the running forward. The backend comes by a context variable and not as a keyword
-argument of the model, because stablelm and nemotron drop the keyword arguments they do not know. No mask function is
+A model loaded with ``attn_implementation="kvchat"`` projects and rotates as usual and then calls ``attention`` of this
+module, which calls the backend bound to the running forward. A context variable passes the backend, not a keyword
+argument of the model, because stablelm and nemotron drop keyword arguments they do not know. No mask function is
 registered, so no mask is built: the backend knows which token may attend to which.
 
-``DenseManager`` is the reference backend: where a result has to be right or the weights themselves are wanted, never
-for answers. ``install`` estimates a layer's query for modes that choose one layer ahead. The stream of hidden states
-changes little from layer to layer, so that the query which a layer would ask of the input of the layer before is close
-to its own (InfiniGen, arXiv 2406.19707): a hook before each decoder layer runs the following one on the same input as
-far as its attention, and hands the query to the backend of the step.
+``DenseManager`` is the reference backend, for tests and for attention weights, never for answers. ``install`` estimates
+a layer's query for modes that choose one layer ahead. Hidden states change little from one layer to the next, so a
+layer that is given its predecessor's input computes nearly the same query (InfiniGen, arXiv 2406.19707): a hook before
+each decoder layer runs the next layer on the same input, up to its attention, and hands the query to the backend.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from kvchat.kv.attention import AttentionSpec, capped, causal_bias, softmax
 from kvchat.models.recurrent import RecurrentState
 
 NAME = "kvchat"
-# Keyword arguments that arrive and change nothing about attention: positions are in the rotated keys already, the
-# others steer what happens outside attention. Everything else is refused, never swallowed.
+# Keyword arguments that do not affect attention: positions are in the rotated keys already, the others steer what
+# happens outside attention. All others are refused, not ignored.
 HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "logits_to_keep"})
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
 _layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
 _homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
 ANGLES = "position_embeddings"
-CLOSE = 0.9  # mean cosine to the query itself: of SmolLM2 0.21 in layer 1, 0.66 in layer 2, 0.95 and more in the others
-TOKENS = 32  # of the text that this is measured on, drawn at random
+CLOSE = 0.9  # mean cosine of estimate and query: in SmolLM2 0.21 in layer 1, 0.66 in layer 2, at least 0.95 in others
+TOKENS = 32  # random ones, that the cosine is measured on
 
 
 class AttentionBackend(Protocol):
     """Keeps the K/V of one conversation and attends to it; in answers this is kv's ``KVManager``."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
+        """Store the new tokens' ``key`` [H, n, d_k], rotated, and ``value`` [H, n, d_v], and attend.
 
-        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``spec`` is the same object at
-        every call for a layer.
+        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. Every call for a layer passes the
+        same ``spec`` object.
         """
         ...
 
@@ -64,10 +63,13 @@ class Shape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """An attention module's number among those of its model, its rule, and the shape that all layers are padded to.
+    """What the hook knows of an attention module.
 
-    ``padded_shape`` is None where all layers have the same shape anyway. ``home`` is the device of the K/V, None where
-    the layer is there itself.
+    Attributes:
+        number: its index among the attending layers of its model.
+        spec: its attention rule.
+        padded_shape: the shape that all layers are padded to; None if all layers have the same shape.
+        home: the device of the K/V; None if the layer is on that device.
     """
 
     number: int
@@ -77,7 +79,7 @@ class Layer(NamedTuple):
 
 
 def register() -> None:
-    """Make ``attn_implementation="kvchat"`` known to transformers; may be called again."""
+    """Register ``attn_implementation="kvchat"`` with transformers; may be called again."""
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -85,7 +87,7 @@ def register() -> None:
 
 @contextmanager
 def bound(backend: AttentionBackend) -> Iterator[None]:
-    """Forwards inside this block store to and attend by ``backend``; blocks nest, and each thread has its own."""
+    """Forwards inside this block store and attend with ``backend``; blocks nest, and each thread has its own."""
     token = _backend.set(backend)
     try:
         yield
@@ -94,19 +96,20 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
 
 
 def bound_backend() -> Any:
-    """The backend of the forward that runs; None outside of one."""
+    """The backend of the running forward; None outside a forward."""
     return _backend.get(None)
 
 
 def layer_numbers(model: Any) -> dict[nn.Module, int]:
-    """The attention modules that have been run, and their layers' numbers for backends."""
+    """The attention modules that have run, with the layer numbers that backends see."""
     return {module: _layers[module].number for module in model.modules() if module in _layers}
 
 
 def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | None) -> None:
-    """Let backends see the layers ``attending``, all of which have been run, as 0, 1, ..., each of ``padded_shape``.
+    """Number the layers ``attending``, all of which have run, 0, 1, ... for backends, and pad them to ``padded_shape``.
 
-    The others have no K/V. Zeros fill up smaller heads and change no score; fewer KV heads are repeated.
+    Other layers have no K/V. Zeros fill smaller heads and change no score; if there are fewer KV heads they are
+    repeated.
     """
     for module in model.modules():
         if module in _layers:
@@ -116,7 +119,7 @@ def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | Non
 
 
 def attend_on(home: torch.device, layer: nn.Module) -> None:
-    """Let the attention of a decoder ``layer`` that is on another device run on ``home``, where the K/V are."""
+    """Run the attention of a decoder ``layer`` that is on another device on ``home``, the device of the K/V."""
     for module in layer.modules():
         _homes[module] = home
 
@@ -131,19 +134,20 @@ def forward(
     state: RecurrentState | None = None,
     last: int = 1,
 ) -> Tensor | None:
-    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
+    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model``, whose K/V ``backend`` stores.
 
-    A hybrid model reads and changes ``state``; without one it starts empty. Returns the last token's logits [vocab] in
-    float32, of several ``last`` ones [last, vocab]; None without ``logits``, when the head is not run either.
-    Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
+    A hybrid model reads and changes ``state``; without it the model starts from an empty one. Returns the last token's
+    logits [vocab] in float32, or [last, vocab] if ``last`` > 1. Without ``logits`` the head is not run and the result
+    is None. Positions are always passed as a tensor: without them transformers counts with a Python int, which a CUDA
+    graph would freeze.
     """
-    beside = state.arguments if state else {"use_cache": False}
+    options = {"position_ids": positions[None], **(state.arguments if state else {"use_cache": False})}
     with torch.inference_mode(), bound(backend):
         if not logits:
-            model.base_model(ids[None], position_ids=positions[None], **beside)
+            model.base_model(ids[None], **options)
             return None
-        output = model(ids[None], position_ids=positions[None], logits_to_keep=last, **beside)
-        of_last: Tensor = output.logits[0, -last:].float()  # some models keep all
+        output = model(ids[None], logits_to_keep=last, **options)
+        of_last: Tensor = output.logits[0, -last:].float()  # some models return all tokens' logits
         return of_last[0] if last == 1 else of_last
 
 
@@ -152,10 +156,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
 
-    Returns [1, n, H_q, d_v], contiguous, and no weights.
+    Returns [1, n, H_q, d_v], contiguous, and None for the weights.
 
     Raises:
-        ModelError: the layer asks for something kvchat's attention does not do.
+        ModelError: the layer needs something that kvchat's attention does not do.
         EngineError: no backend is bound.
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
@@ -189,7 +193,7 @@ def attend_token(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def _moved_heads(query: Tensor, key: Tensor, value: Tensor, home: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The three on another device, where their sizes are alike by one copy: of a token each costs its latency."""
+    """The three on another device, by one copy if their sizes allow it: for one token each copy costs its latency."""
     if not query.shape[1:] == key.shape[1:] == value.shape[1:]:
         return query.to(home), key.to(home), value.to(home)
     together = torch.cat((query, key, value)).to(home)
@@ -206,7 +210,7 @@ def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -
 def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
-        raise _refusal(module, "does not say which layer it belongs to, so the K/V of its layers cannot be kept apart")
+        raise _refusal(module, "does not say which layer it belongs to, so the K/V of layers cannot be told apart")
     home, spec = _homes.get(module), _spec_of(module, d_k, kwargs)
     if home is not None and spec.sinks is not None:
         spec = replace(spec, sinks=spec.sinks.to(home))
@@ -246,7 +250,7 @@ def _refusal(module: nn.Module, reason: str) -> ModelError:
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Causal attention of the newest tokens: the result ``[H_q, n, d_v]`` in the query's dtype, and the weights.
 
-    ``value`` is ``[H, total, d_v]``; the others are those of ``weights``.
+    ``value`` is ``[H, total, d_v]``; ``query``, ``key`` and ``spec`` as for ``weights``.
     """
     shares = weights(query, key, spec)
     return (shares @ _for_each_query_head(value, query)).to(query.dtype), shares
@@ -265,7 +269,7 @@ def weights(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 class DenseManager:
-    """An ``AttentionBackend`` that keeps all K/V of one conversation and attends to all of it."""
+    """An ``AttentionBackend`` that stores all K/V of one conversation and attends to all of them."""
 
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
@@ -274,7 +278,7 @@ class DenseManager:
         """``query [H_q, n, d_k]`` against everything stored and the new ``key``, ``value [H, n, d]``.
 
         Raises:
-            TypeError: keys and values differ in their dtypes; where K/V are stored they have one.
+            TypeError: keys and values have different dtypes; kvchat stores K/V in one.
         """
         if key.dtype != value.dtype:
             raise TypeError(f"keys are {key.dtype}, values {value.dtype}")
@@ -289,25 +293,25 @@ def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
     return x.float().repeat_interleave(len(query) // len(x), 0)
 
 
-class _Asked(Exception):  # no error: it ends a forward that has done what it is for
+class _QueryFound(Exception):  # no error: it ends a forward as soon as the query is computed
     def __init__(self, query: Tensor) -> None:
         self.query = query
 
 
-class _Asking:
+class _QueryOnly:
     """An attention backend that ends the forward with the layer's query."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        raise _Asked(query)
+        raise _QueryFound(query)
 
 
 def wants_query_only() -> bool:
-    """The layer that runs is asked for its query: its key and value are not looked at."""
-    return isinstance(bound_backend(), _Asking)
+    """True if the running layer only estimates its query: nobody reads its key and value."""
+    return isinstance(bound_backend(), _QueryOnly)
 
 
 class _Trial(DenseManager):
-    """Compares estimated queries with those that are asked: ``close`` are the layers whose estimates serve."""
+    """Compares estimated queries with the real ones; ``close`` are the layers with good estimates."""
 
     wants_ahead = True
 
@@ -327,11 +331,11 @@ class _Trial(DenseManager):
 
 
 def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
-    """Let ``model``, loaded and on its device, estimate queries; return the attention layers that it can do it for.
+    """Let ``model``, loaded and on its device, estimate queries; return the attention layers that have estimates.
 
-    Left out are those whose estimates are far from their queries (as of the first layers), whose positions are rotated
-    otherwise than the layer before's, and those that take more than the layer before is given. With those ``known``
-    nothing is tried.
+    A layer has none if its estimate is far from its query (as in the first layers), if its positions are rotated
+    otherwise than its predecessor's, or if it needs inputs that its predecessor lacks. The ``known`` layers of an
+    earlier call are taken without a trial.
     """
     pairs = _neighbors(model)
     if known is not None:
@@ -339,9 +343,9 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
             if number in known:
                 before.register_forward_pre_hook(_estimator(after, number), with_kwargs=True)
         return frozenset(known)
-    given: dict[nn.Module, Any] = {}
+    angles: dict[nn.Module, Any] = {}
     watches = [
-        layer.register_forward_pre_hook(_watcher(given), with_kwargs=True, prepend=True)  # before they are moved
+        layer.register_forward_pre_hook(_watcher(angles), with_kwargs=True, prepend=True)  # before split's moves
         for pair in pairs
         for layer in pair[:2]
     ]
@@ -354,21 +358,21 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
         drawn = torch.randint(
             len(model.get_input_embeddings().weight), (TOKENS,), generator=torch.Generator().manual_seed(0)
         )
-        ids, places = drawn[None].to(model.device), torch.arange(TOKENS, device=model.device)[None]
+        ids, positions = drawn[None].to(model.device), torch.arange(TOKENS, device=model.device)[None]
         with torch.inference_mode(), bound(trial):
-            model(ids, position_ids=places, use_cache=False)
-    except Exception:  # noqa: BLE001  # whatever a layer raises when it is asked early: it is asked no more
+            model(ids, position_ids=positions, use_cache=False)
+    except Exception:  # noqa: BLE001  # whatever a layer raises when it runs early: then none does
         trial.close.clear()
     for watch in watches:
         watch.remove()
-    close = {number for before, after, number in pairs if number in trial.close and given[before] is given[after]}
+    close = {number for before, after, number in pairs if number in trial.close and angles[before] is angles[after]}
     for number in hooks.keys() - close:
         hooks[number].remove()
     return frozenset(close)
 
 
 def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
-    """Decoder layers that follow one another, and the number of the attention layer in the second."""
+    """Pairs of consecutive decoder layers, with the number of the attention layer in the second."""
     numbers = layer_numbers(model)
     found = []
     for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
@@ -379,24 +383,24 @@ def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
     return found
 
 
-def _watcher(given: dict[nn.Module, Any]) -> Callable[..., None]:
+def _watcher(angles: dict[nn.Module, Any]) -> Callable[..., None]:
     def watch(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given[module] = named.get(ANGLES)
+        angles[module] = named.get(ANGLES)
 
     return watch
 
 
 def _estimator(after: nn.Module, number: int) -> Callable[..., None]:
-    asking = _Asking()
+    query_only = _QueryOnly()
 
     def estimate(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         backend = bound_backend()
         if not getattr(backend, "wants_ahead", False):
             return
         try:
-            with bound(asking):
+            with bound(query_only):
                 after(*arguments, **named)
-        except _Asked as asked:
-            backend.estimated(number, asked.query)
+        except _QueryFound as found:
+            backend.estimated(number, found.query)
 
     return estimate

@@ -1,9 +1,9 @@
-"""Locates the files of a model, downloads them from the hub and checks that they are complete; takes their advice.
+"""Locates the files of a model, downloads them from the hub, checks that they are complete and reads their sampling.
 
-"bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, a name of ``NAMED`` is
-a file in kvchat's cache or in an installed package, anything else is a repository on the Hugging Face hub, or
+"bundled" is the model that ships with kvchat; a path names an existing folder or GGUF file; a name of ``NAMED`` is a
+file in kvchat's cache or in an installed package; anything else is a repository on the Hugging Face hub, or
 REPOSITORY:FILE for one GGUF file of it. The files are checked before the first weight is read, and only the hub needs
-the network. How they advise that answers are drawn and end is taken whole, or not at all.
+the network. If one field of the advised sampling is out of range all of it is ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CONFIGURATION = ["config.json"]
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 TAIL_BYTES = 2**16
-MAX_TEMPERATURE = 2.0  # more is a mistake in its file
-# What each field may be; transformers' names of them are kvchat's.
+MAX_TEMPERATURE = 2.0  # more is a mistake in the file
+# The range of each field; transformers and kvchat use the same names.
 LEAST_AND_MOST = {
     "temperature": (1e-5, MAX_TEMPERATURE),
     "top_k": (0, 2**31 - 1),
@@ -37,7 +37,7 @@ LEAST_AND_MOST = {
     "min_p": (0.0, 0.99),
     "repetition_penalty": (0.01, 100.0),
 }
-# What would change answers too and is not done here; without effect at 0 or 1.
+# Fields that kvchat does not apply although they would change answers; 0 and 1 have no effect.
 UNKNOWN = (
     *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_repetition_penalty"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams", "penalty_alpha"),
@@ -53,10 +53,7 @@ OF_GGUF = {
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A folder with a model's config.json; the weights of a hub repository may not be downloaded yet.
-
-    ``gguf`` is the name of the GGUF file in the folder, if the model is one.
-    """
+    """A folder with a model's config.json or its file ``gguf``; the weights may still be on the hub."""
 
     name: str
     folder: Path
@@ -77,10 +74,10 @@ class Checkpoint:
 
 
 def locate(name: str, progress: Progress) -> ModelLocation:
-    """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
+    """Locate the model ``name``; if it is a hub repository, download its config.json or its GGUF file.
 
     Raises:
-        ModelError: there is no such model here.
+        ModelError: there is no such model.
     """
     if is_server(name):
         raise ModelError(f"{name} is a server.", "This needs a model on this machine.", "Ask it with `kvchat ask -m`.")
@@ -118,14 +115,14 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
             "Download the model again, with its tokenizer.",
         )
     for file in weights:
-        stored_tensors.tensors(file)  # which also shows that one is truncated
+        stored_tensors.tensors(file)  # refuses a truncated file
     revision = folder.name if location.on_hub else _digest(folder, weights)
     weight_bytes = sum(file.stat().st_size for file in weights)
     return Checkpoint(location.name, folder, revision, weights, weight_bytes)
 
 
 def read_headers(location: ModelLocation) -> list[StoredTensor]:
-    """The tensors of a safetensors model by its headers, of which the hub is asked where no weights are in its cache.
+    """The tensors of a safetensors model by its headers, fetched from the hub if its weights are not downloaded.
 
     Raises:
         ModelError: a file is missing or damaged, or the hub cannot be reached.
@@ -179,8 +176,8 @@ def _named(name: str) -> ModelLocation:
 def _of_ollama(name: str) -> ModelLocation:
     file = catalog.ollama_file(name)
     if file is None:
-        known = [one for one, _ in catalog.ollama()]
-        raise ModelError(f"Ollama has no model {name.removeprefix(catalog.OLLAMA)}.", did_you_mean(name, known))
+        names = [model for model, _ in catalog.ollama()]
+        raise ModelError(f"Ollama has no model {name.removeprefix(catalog.OLLAMA)}.", did_you_mean(name, names))
     return ModelLocation(name, file.parent, gguf=file.name)
 
 
@@ -194,12 +191,12 @@ def _complete_gguf(location: ModelLocation) -> Checkpoint:
     file = location.folder / location.gguf
     parts = gguf_file.read_model(file).paths
     revision = location.folder.name if location.on_hub else _digest(location.folder, parts)
-    nbytes = sum(one.stat().st_size for one in parts)
+    nbytes = sum(part.stat().st_size for part in parts)
     return Checkpoint(location.name, location.folder, revision, parts, nbytes, location.gguf)
 
 
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
-    """A digest of config.json and of each weight file's size and end, which differ between two trainings."""
+    """A digest of config.json and of each weight file's size and end, where two trainings differ."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
     for file in weights:
@@ -211,7 +208,7 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
 
 
 def sampling(generation_config: Any) -> Sampling:
-    """What ``generation_config`` advises, kvchat's own where that says nothing or a field of it is out of range."""
+    """The sampling that ``generation_config`` advises; kvchat's own if it advises none or a field is out of range."""
     named = _values_named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}
@@ -220,7 +217,7 @@ def sampling(generation_config: Any) -> Sampling:
 
 
 def note(generation_config: Any) -> str:
-    """A sentence about what is advised beside a temperature, or why nothing is taken; else empty."""
+    """A sentence about advice other than a temperature, or why it is ignored; "" if there is none."""
     named = _values_named(generation_config)
     if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
         return f"The sampling of its generation config is ignored: {', '.join(wrong)} is out of range."
@@ -231,12 +228,12 @@ def note(generation_config: Any) -> str:
         listed = ", ".join(filter(None, ["always the likeliest token", listed]))
     elif not set(named) - {"temperature"}:
         return left_out.strip()
-    told = f"Answers are sampled as its generation config says: {listed}. A temperature you set replaces its own."
-    return told + left_out
+    advice = f"Answers are sampled as its generation config says: {listed}. A temperature you set replaces its own."
+    return advice + left_out
 
 
 def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
-    """Put what a GGUF file's metadata advise into ``generation_config``."""
+    """Write the sampling that a GGUF file's metadata advise into ``generation_config``."""
     for key, name in OF_GGUF.items():
         if type(values.get(key)) in (int, float):
             setattr(generation_config, name, values[key])
@@ -251,7 +248,7 @@ def _values_named(generation_config: Any) -> dict[str, Any]:
 
 
 def _is_greedy(generation_config: Any) -> bool:
-    """True if nothing is to be drawn: transformers then looks at no other field but the repetition penalty."""
+    """True if the likeliest token is always chosen; transformers then applies only the repetition penalty."""
     return getattr(generation_config, "do_sample", None) is False
 
 

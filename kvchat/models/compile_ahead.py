@@ -1,9 +1,9 @@
-"""Compiles the loops once on a machine, in processes of their own, while models are loaded and answer without them.
+"""Compiles the loops once per machine, in other processes, while models load and answer without them.
 
-numba compiles one loop after the other on one core, all of them in half a minute to two. Here several processes of the
-lowest priority do it at once; from then on its cache holds them, beside their files or in the user's cache folder. A
-module of loops is imported as soon as it is there, so that the next step takes its loops in place of torch. Only those
-of packed weights, which nothing replaces, are waited for.
+numba alone would compile one loop after the other on one core, all of them in half a minute to two. Here several
+processes of the lowest priority share them and leave them in numba's cache, next to the source files or in the user's
+cache folder. As soon as a module of loops is compiled it is imported, and the next step uses it in place of torch. Only
+loops for packed weights, which torch cannot replace, are waited for.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvchat.models.hub import Progress
 from kvchat.models.quantize import kept
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS
 
-OF_PACKED = PRODUCTS, BLOCKS_OF_WEIGHTS  # without which packed weights are not read
-# In the order in which they are compiled: those that every answer asks for, and those that take longest.
+OF_PACKED = PRODUCTS, BLOCKS_OF_WEIGHTS  # needed to load packed weights
+# In the order of compiling: first those that every answer uses, then those that take longest.
 MODULES = (cpu_ops.PAGES, cpu_ops.TOKENS, cpu_ops.IN_A_ROW, cpu_ops.ROWS, cpu_ops.FREEZE, cpu_ops.EIGHT_BIT, *OF_PACKED)
-MOST = 4  # processes: each imports torch, and takes some 300 MB
+MOST = 4  # processes: each imports torch and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority
 IN_BFLOAT16 = "bfloat16"
@@ -44,8 +44,7 @@ NOTE = "Answers get faster in about a minute: code is compiled once per machine.
 def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
     """Begin to compile all loops for K/V of ``dtype``, the modules ``first`` before others, unless that was done.
 
-    Where it fails torch goes on in their place; where what is compiled cannot be kept, a loop is compiled when it is
-    asked for.
+    If compiling fails torch stays in use. If no cache folder can be written, each loop is compiled at its first use.
     """
     global _current
     if _current and _current.dtype == dtype and not _current.ended.is_set():
@@ -54,22 +53,22 @@ def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
     stamp = f"kvchat-{_key(dtype)}" if dtype in cpu_ops.KNOWN else ""
     if not stamp or any((folder / stamp).exists() for folder in folders):
         return
-    kept_in = next(filter(_can_be_written, folders), None)
+    folder = next(filter(_can_be_written, folders), None)
     # Imported by this thread, whose number of threads numba would change.
-    if kept_in is None or cpu_ops.imported(cpu_ops.BASE) is None:
+    if folder is None or cpu_ops.imported(cpu_ops.BASE) is None:
         return
     if _current:
         _current.stop()
-    _current = Compiling(dtype, sorted(MODULES, key=lambda name: name not in first), first, kept_in / stamp)
+    _current = Compiling(dtype, sorted(MODULES, key=lambda name: name not in first), first, folder / stamp)
 
 
 def wait(progress: Progress, names: Collection[str]) -> None:
-    """Wait until the modules ``names`` are compiled, if they are being; ``progress`` is told the seconds it takes."""
+    """Wait for those of the modules ``names`` that are being compiled; ``progress`` gets the seconds so far."""
     _wait(progress, filter(None, map(cpu_ops.awaited.get, names)))
 
 
 def finish(progress: Progress) -> None:
-    """``wait`` for all that is being compiled, and for packed weights that are being written."""
+    """Wait for all modules that are being compiled, and for packed weights that are being written."""
     _wait(progress, [_current.ended] if _current else [])
     kept.finish(progress)
 
@@ -89,7 +88,7 @@ def is_running() -> bool:
 class Compiling:
     """Processes that compile the modules ``names`` for K/V of ``dtype``, those ``needed`` at full priority.
 
-    ``ended`` tells that none runs any more; ``stamp`` is written if all were compiled.
+    ``ended`` is set when the last process ends; the file ``stamp`` is created if all modules were compiled.
     """
 
     def __init__(self, dtype: torch.dtype, names: Collection[str], needed: Collection[str], stamp: Path) -> None:
@@ -97,18 +96,18 @@ class Compiling:
         self._left, self._needed, self._stamp = deque(names), needed, stamp
         self._awaited = {name: threading.Event() for name in names}
         cpu_ops.awaited.update(self._awaited)
-        self._taken: set[str] = set()
+        self._imported: set[str] = set()
         self._running = min(os.cpu_count() or 1, MOST)
         self._changing = threading.Lock()
         for _ in range(self._running):
             threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no further module; those in hand are finished."""
+        """Compile no further modules; those being compiled are finished."""
         self._left.clear()
 
     def _run(self) -> None:
-        """Let one process compile what is left; it ends with this thread, which waits for it."""
+        """Let one process compile the modules that are left, and wait for it."""
         try:
             with _start(self.dtype) as child:
                 assert child.stdin
@@ -121,23 +120,23 @@ class Compiling:
                         child.stdin.write(f"{name}\n".encode())
                         child.stdin.flush()
                         if not child.stdout.readline():
-                            return  # it failed, or somebody ended it
-                        self._take(name)
+                            return  # compiling failed, or somebody killed the process
+                        self._import(name)
                     finally:
                         self._awaited[name].set()
-        except (OSError, IndexError):  # no memory for a process, or it is gone; another one took the last module
+        except (OSError, IndexError):  # no memory for a process, or it died; another thread took the last module
             pass
         finally:
             self._end()
 
-    def _take(self, name: str) -> None:
-        """Import a module, from the cache, before it is used."""
+    def _import(self, name: str) -> None:
+        """Import a compiled module from the cache, before it is used."""
         if cpu_ops.imported(name) and self.dtype == torch.bfloat16:
             from kvchat.kv.ops.numba.loops import compile_for_bfloat16
 
             compile_for_bfloat16(name)
-        self._taken.add(name)
-        if cpu_ops.awaited.get(name) is self._awaited[name]:  # nothing else is compiled since for another dtype
+        self._imported.add(name)
+        if cpu_ops.awaited.get(name) is self._awaited[name]:  # else it is being compiled for another dtype by now
             del cpu_ops.awaited[name]
 
     def _end(self) -> None:
@@ -147,7 +146,7 @@ class Compiling:
                 return
         for event in self._awaited.values():
             event.set()
-        if self._taken == self._awaited.keys():
+        if self._imported == self._awaited.keys():
             with suppress(OSError):  # a full disk
                 self._stamp.touch()
         self.ended.set()
@@ -174,12 +173,12 @@ def _key(dtype: torch.dtype) -> str:
     sources = [Path(util.find_spec(name).origin) for name in MODULES]  # type: ignore[union-attr, arg-type]
     stamps = [(str(file), file.stat().st_mtime_ns) for file in sources]
     machine = platform.node(), platform.machine(), torch.backends.cpu.get_cpu_capability(), sys.version
-    told = str(dtype), stamps, machine, metadata.version("numba")
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    parts = str(dtype), stamps, machine, metadata.version("numba")
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _folders() -> list[Path]:
-    """Where numba keeps what it compiles: where it is told, or the first of these that may be written."""
+    """The folders that numba may cache in: the user's choice, or the first of two that can be written."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(chosen)]
     return [paths.PACKAGE / "kv" / "ops" / "numba" / "__pycache__", user_cache_path("numba", appauthor=False)]
@@ -188,7 +187,7 @@ def _folders() -> list[Path]:
 def main(dtype: str) -> None:
     """Compile the modules of loops that stdin names, one a line, and name each on stdout when it is done.
 
-    The process ends with the one that asked.
+    The process ends when its parent does.
     """
     process.die_with_parent()
     commands, done = process.claim_stdio()
@@ -197,7 +196,7 @@ def main(dtype: str) -> None:
     def read() -> None:
         for line in commands:
             named.put(line.decode().strip())
-        os._exit(0)  # whatever is in hand: the other process is gone, or nothing is left
+        os._exit(0)  # even while compiling: the parent died, or has nothing left to compile
 
     threading.Thread(target=read, daemon=True).start()
     from kvchat.kv.ops.numba.loops import compile_for_bfloat16

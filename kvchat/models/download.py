@@ -1,10 +1,10 @@
-"""Downloads a model in a process of its own; a chat goes on meanwhile.
+"""Downloads a model in a process of its own, so that a chat can continue meanwhile.
 
-``python -m kvchat.models.download PID NAME`` ends with the process PID that starts it, and is tied to that before
-anything else is imported, as the engine.
+``python -m kvchat.models.download PID NAME`` ends when the process PID that started it ends; like the engine it sees to
+that before it imports anything else.
 
-Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, at last ``{"done": NAME}`` or ``{"error":
-[TITLE, DETAIL, HINT]}``. Ending the process leaves what has come: the next download of the model goes on from there.
+Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, finally ``{"done": NAME}`` or ``{"error":
+[TITLE, DETAIL, HINT]}``. Killing the process keeps what was downloaded: the next download continues from there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Loads a model and its tokenizer: locates, refuses or reads it, then probes, tests and fuses it.
 
-A model that kvchat cannot run correctly is refused: before the weights are read if the configuration tells, else by the
-probe or the numerical self-test. What passed is noted, and not tested again on this machine as long as weights, kvchat
-and the libraries are the same. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights
-and tokenizer are kept, so that what was computed by others is not taken for theirs: a checkpoint's revision tells
-trainings apart by the sizes and ends of their files, and a model that was tuned in place may have both alike.
+A model that kvchat cannot run correctly is refused: before its weights are read if the configuration shows it, else by
+the probe or the numerical self-test. A model that passed is not tested again on this machine until its weights, kvchat
+or a library change. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights and tokenizer
+say which model computed saved K/V. A checkpoint's revision is not enough: it depends on the sizes and ends of the
+files, and tuning a model in place may change neither.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-MOST_TESTED = 100  # models that are noted to have passed their tests
+MOST_TESTED = 100  # models whose test results are kept
 LIBRARIES = ("kvchat", "torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
 ONE_BY_ONE = (
@@ -66,11 +66,18 @@ DIGEST_BYTES = 16
 class LoadedModel:
     """A model on its device, its tokenizer and its observed properties.
 
-    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
-    ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
-    ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given. ``gguf`` is the file with the
-    weights, where they are in one. Of a model whose heads are split over several ``ranks`` it is this one's part, and
-    they make its ``sums``.
+    If the heads are split over several ``ranks``, ``model`` is this rank's part.
+
+    Attributes:
+        context: in tokens.
+        layers: the number of layers that attend.
+        weights: the name of their quantization.
+        fingerprint: a digest of the weights.
+        fused: the kinds of modules that are fused.
+        reads_chunks: as ``probe.reads_chunks``.
+        advised: the sampling to use if the user sets no temperature.
+        gguf: the GGUF file with the weights, if there is one.
+        sums: adds up what the ranks computed.
     """
 
     model: Any
@@ -100,17 +107,17 @@ class LoadedModel:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that run it together."""
+        """The number of processes that run the model together."""
         return self.sums.rank.count if self.sums else 1
 
     @property
     def together(self) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
-        """``Sums.together``, where several ranks run the model."""
+        """``Sums.together`` if several ranks run the model, else a context that does nothing."""
         return self.sums.together if self.sums else contextlib.nullcontext
 
     @cached_property
     def elsewhere(self) -> dict[str, int]:
-        """Bytes of its weights on devices beside ``device``, by their names."""
+        """Bytes of weights on devices other than ``device``, by the device's name."""
         held = Counter[str]()
         for _, tensor in weights(self.model) if len(self.devices) > 1 else ():
             held[str(tensor.device)] += tensor.nbytes
@@ -118,22 +125,21 @@ class LoadedModel:
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that its weights lie on, that of its embeddings, which is ``device``, first."""
+        """All devices that hold weights; first ``device``, which holds the embeddings."""
         return tuple(dict.fromkeys(weight.device for weight in self.model.parameters()))
 
 
 def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription], Rank] | None = None) -> LoadedModel:
-    """Load the model ``asked`` for ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
+    """Load the model ``asked`` for; ``progress`` is called with each stage.
 
-    ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
-    float32, the faster one.
-    ``model`` may also be a GGUF file. Its weights, and those of a checkpoint that is quantized as nothing here
-    multiplies, are unpacked to the dtype; with "auto" those of 8 bits or fewer are packed again.
-    With several ``gpus`` decoder layers lie on those beside the device too. Where the heads are split instead ``meet``
-    returns once all ranks are there, and each loads its part.
-    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); of a model that is quantized already what
-    can be multiplied stays as it is with "auto" and "none".
-    ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
+    ``model`` is "bundled", a folder, a GGUF file or a hub repository. ``device`` "auto" is CUDA if available; ``dtype``
+    "auto" is the checkpoint's on CUDA, and on a CPU the faster of that and float32.
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"). With "auto" and "none" a quantized
+    checkpoint stays as it is if it can be multiplied so. Other formats, GGUF among them, are unpacked to the dtype;
+    "auto" packs those of 8 bits or fewer again.
+    With several ``gpus`` the other GPUs hold decoder layers too. To split the heads instead pass ``meet``: it returns
+    once all ranks have started, and each loads its part.
+    ``fast`` replaces the modules that the fast path recognizes; ``force`` loads weights that do not fit too.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
@@ -141,7 +147,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
         DoesNotFitError: the weights do not fit the device's free memory.
     """
     kept.stop()
-    cores = ThreadBudget(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
+    cores = ThreadBudget(torch.device("cpu"), pause=math.inf)  # for a GPU too: the CPU reads and packs the weights
     cores.sample()
     template = _own_template(asked.chat_template)
     with quiet():
@@ -156,7 +162,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
             elif not asked.force:
                 reading.check(described, chosen.quantize)
             rank = meet(described) if meet else None
-            if described.device.type == "cpu":  # after the check, which counts the memory that is free
+            if described.device.type == "cpu":  # after the check: compiling takes memory that it counts as free
                 compile_ahead.begin(described.dtype, OF_PACKED if has_blocks else ())
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
@@ -165,7 +171,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             places = split.shares(described, chosen.quantize).places if described.others else ()
             progress(_loading_weights(chosen.quantize, described, checkpoint))
-            file, packed, damaged = _kept(described, checkpoint, quantized)
+            file, packed, damaged = _cached_packed(described, checkpoint, quantized)
             reading_notes += damaged
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
             sizes = _sizes(described, checkpoint)
@@ -175,7 +181,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                     sums = heads.cut(model, rank, checkpoint.name, described.device) if rank else None
                     model = reading.finished(model, described, quantized, places, packed)
             if quantized.method:
-                compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
+                compile_ahead.wait(progress, [PRODUCTS])  # the tests multiply with them
             progress("Preparing the model")
             with cores:
                 support.check_values(model, checkpoint.folder / checkpoint.gguf)
@@ -200,16 +206,16 @@ def wrap(
 ) -> LoadedModel:
     """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
 
-    The tests are not done again of what passed before, but for a part of a model: all ranks have to run it together,
-    and make its ``sums``.
+    A model that passed the tests before is not tested again. One rank's part of a model, which comes with ``sums``, is
+    always tested, because all ranks have to take part.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
     """
     pinned = pin_frequencies(model)
     seen = probe(model)
-    digest = digest_of_weights(model)  # before any of them is merged
-    before = find_tested(key := tested_by(digest, model, fuse)) if sums is None else None
+    digest = digest_of_weights(model)  # before weights are merged
+    before = find_tested(key := tests_key(digest, model, fuse)) if sums is None else None
     if before:
         chunked, plain = before.chunked, None
     else:
@@ -219,9 +225,9 @@ def wrap(
     kernels = modules.kernels_for(model.device)
     fusion = modules.fuse(model, kernels, plain, before is not None) if fuse else modules.FusionReport()
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
+        torch.cuda.empty_cache()  # each merge frees blocks that are too small for the next one
     ahead: Collection[int] = ()
-    if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
+    if not RecurrentState(model.config).exists:  # running a layer early would change its state
         ahead = attention_hook.install(model, before.ahead if before else None)
     if not (before or fusion.note or sums):
         keep_tested(key, Tested(chunked, sorted(ahead)))
@@ -231,7 +237,7 @@ def wrap(
 
 
 def _test(model: Any, name: str) -> tuple[bool, Tensor]:
-    """Compare the model with transformers' own forward; whether it reads chunks, and its ``sample_logits``."""
+    """Compare the model with transformers' own forward; return ``reads_chunks`` and ``sample_logits`` of it."""
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
     plain = modules.sample_logits(model)
@@ -240,23 +246,23 @@ def _test(model: Any, name: str) -> tuple[bool, Tensor]:
     return chunked, plain
 
 
-# ---- what passed its tests -------------------------------------------------------------------------
+# ---- test results ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tested:
-    """What a model's tests found: ``LoadedModel.reads_chunks``, and the layers whose query is estimated ``ahead``."""
+    """Results of a model's tests: ``LoadedModel.reads_chunks``, and the layers whose query is estimated ``ahead``."""
 
     chunked: bool
     ahead: list[int]
 
 
-def tested_by(digest: str, model: Any, fuse: bool) -> str:
+def tests_key(digest: str, model: Any, fuse: bool) -> str:
     """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
     devices = sorted({str(weight.device) for weight in model.parameters()})
     processor = torch.backends.cpu.get_cpu_capability()
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    told = digest, config, str(model.dtype), device, devices, processor, fuse, *_code()
-    return digest_of_text(repr(told)).hex()
+    parts = digest, config, str(model.dtype), device, devices, processor, fuse, *_code()
+    return digest_of_text(repr(parts)).hex()
 
 
 def _version(package: str) -> str:
@@ -267,28 +273,28 @@ def _version(package: str) -> str:
 
 
 def find_tested(key: str) -> Tested | None:
-    """What the tests of a model found that passed; None if it was not tested so."""
-    with contextlib.suppress(*UNREADABLE):  # as if nothing was tested
-        kept = _all_tested()[key]
-        return Tested(bool(kept["chunked"]), [int(layer) for layer in kept["ahead"]])
+    """The results of a model that passed its tests; None if it has not been tested with this ``key``."""
+    with contextlib.suppress(*UNREADABLE):
+        found = _all_tested()[key]
+        return Tested(bool(found["chunked"]), [int(layer) for layer in found["ahead"]])
     return None
 
 
 def keep_tested(key: str, tested: Tested) -> None:
-    """Keep that a model passed its tests; where it cannot be kept it is tested again."""
+    """Save the results of a model that passed its tests; if that fails the model is tested again next time."""
     with contextlib.suppress(*UNREADABLE):
-        kept = dict([*_all_tested().items(), (key, asdict(tested))][-MOST_TESTED:])
-        files.write(paths.tested_file(), json.dumps(kept, indent=1).encode())
+        latest = dict([*_all_tested().items(), (key, asdict(tested))][-MOST_TESTED:])
+        files.write(paths.tested_file(), json.dumps(latest, indent=1).encode())
 
 
 def _all_tested() -> dict[str, dict[str, Any]]:
-    with contextlib.suppress(*UNREADABLE):  # a damaged note is replaced by the next one
+    with contextlib.suppress(*UNREADABLE):  # the next save replaces a damaged file
         return dict(json.loads(files.read(paths.tested_file())))
     return {}
 
 
 def _code() -> tuple[list[tuple[str, int]], list[str]]:
-    """What weights and their products depend on: kvchat's files with their last changes, versions of libraries."""
+    """What weights and their products depend on: kvchat's files with their times, and the libraries' versions."""
     files_of = (paths.PACKAGE / part for part in ("kv", "models"))
     ours = sorted((str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py"))
     return ours, [_version(name) for name in LIBRARIES]
@@ -296,17 +302,16 @@ def _code() -> tuple[list[tuple[str, int]], list[str]]:
 
 # ---- stages ----------------------------------------------------------------------------------------
 def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
-    """The bytes of the weights in the files, by the names that transformers reads them by."""
+    """Bytes of the weights in the files, by transformers' names of them."""
     if checkpoint.gguf:
         return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
     return {tensor.name: tensor.nbytes for tensor in described.stored}
 
 
-def _kept(
+def _cached_packed(
     described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization
 ) -> tuple[Path | None, Kept, tuple[str, ...]]:
-    """Of a GGUF file that is packed on a CPU: the file that keeps its packed weights, those, and a note where it was
-    damaged."""
+    """The file that caches a GGUF file's packed weights, what is in it, and a note if it was damaged; only on a CPU."""
     if not (checkpoint.gguf and quantized.options and described.device.type == "cpu"):
         return None, {}, ()
     how = described.dtype, checkpoint.revision, *_code()
@@ -316,7 +321,7 @@ def _kept(
 
 
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
-    """The name of the stage; of what is unpacked with the sizes of its files and of its weights once loaded."""
+    """The name of the stage; for weights that are unpacked with their sizes in the files and once loaded."""
     stage = "Loading the weights"
     if not repacking.is_unpacked(described):
         return stage
@@ -327,7 +332,7 @@ def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoi
 
 
 def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice) -> list[str]:
-    """Notes for people: the part of the model that is run, how it is quantized, and the dtype that "auto" took."""
+    """Notes for the user: the part of the model that is run, its quantization, and the dtype that "auto" chose."""
     packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
     taken = description.note(dtype, described.dtype, described.config, packs) if on_cpu else ""
     plain = _stays_plain(described, chosen.quantize) if packs else ""
@@ -336,7 +341,7 @@ def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice)
 
 
 def _stays_plain(described: ModelDescription, quantize: str) -> str:
-    """A sentence about the weights that cannot be packed, where they are many."""
+    """A sentence about the weights that cannot be packed, if they are many."""
     share = described.weights.unpackable_share(quantize, described.place)
     if share < NAMED_SHARE:
         return ""
@@ -348,7 +353,7 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
 
 @contextlib.contextmanager
 def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
-    """Whatever reading the weights and trying the model raises is raised as kvchat's own error."""
+    """Raise whatever reading and testing the model raises as kvchat's own error."""
     try:
         yield
     except KvchatError:
@@ -360,7 +365,7 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer, and notes for people."""
+    """The tokenizer, and notes for the user."""
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
@@ -373,14 +378,14 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise support.unreadable(checkpoint.name, "its tokenizer", error) from error
-    processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
+    processors = checkpoint.folder / "chat_template.json"  # of older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
     return guarded(tokenizer), ()
 
 
 def _own_template(file: str) -> str:
-    """The chat template in ``file``; "" where none is named."""
+    """The chat template in ``file``; "" if no file is named."""
     source = read_text(Path(file).expanduser()) if file else ""
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -419,10 +424,9 @@ def _loaded(
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: often generation_config has the chat's end and config only the text's."""
-    named = [model.generation_config, model.config, model.config.get_text_config(decoder=True), tokenizer]
+    """Tokens that end an answer. generation_config often has the end of a turn, config only the end of a text."""
     ids: set[Any] = set()
-    for holder in named:
+    for holder in (model.generation_config, model.config, model.config.get_text_config(decoder=True), tokenizer):
         eos = getattr(holder, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [eos])
     return frozenset(ids - {None})
@@ -442,8 +446,8 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
     if pinned:
         notes.append("The rotary frequencies are those of the full context, even for short texts.")
-    if told := checkpoints.note(model.generation_config):
-        notes.append(told)
+    if advice := checkpoints.note(model.generation_config):
+        notes.append(advice)
     if not tokenizer.chat_template:
         notes.append("The model has no chat template: turns are written as User: and Assistant:.")
     if seen.refusal:
@@ -453,9 +457,9 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
 
 # ---- digests ---------------------------------------------------------------------------------------
 def digest_of_weights(model: Any) -> str:
-    """A digest of names, shapes and bit patterns of all weights, at the memory's speed.
+    """A digest of names, shapes and bit patterns of all weights, as fast as memory can be read.
 
-    The patterns of one tensor are added up: a change of any bit changes the sum, an exchange of values does not.
+    The bit patterns of a tensor are added up: changing a bit changes the sum, swapping two values does not.
     """
     found = blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in weights(model):
@@ -464,7 +468,7 @@ def digest_of_weights(model: Any) -> str:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """A digest of all that turns text into ids."""
+    """A digest of everything that turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return digest_of_text(backend.to_str()).hex()

@@ -1,16 +1,16 @@
-"""The checks of a model at its start: probed for its shapes and rules, and its attention tested against transformers'.
+"""Checks of a loaded model: the probe observes its shapes and rules, the self-test compares it with transformers.
 
-The probe: with one key the softmax is 1 and attention returns that key's value, whatever the position. So in a model
-whose positions are rotary, one token's hidden states are the same at every position, and one forward at position p
-yields every layer's key of the same token at p. Comparing a few positions with the rotations that the model's
-``inv_freq`` buffers allow identifies each layer's. No model name and no configuration field is read.
+The probe: with one key the softmax is 1 and attention returns that key's value, whatever the position. So if positions
+are rotary, a token alone has the same hidden states at every position, and a forward at position p yields every layer's
+key of that token at p. Comparing the keys at a few positions with the rotations that the model's ``inv_freq`` buffers
+allow identifies each layer's rotation, without reading a model's name or its configuration.
 
-The self-test: neither flags nor names tell whether the hook does a model's attention right (bloom, llama4 and gemma3n
-answer fluently and wrongly), so every model is tested. The reference is eager and not sdpa, which in transformers 5.17
-ignores gemma2's soft cap without a warning.
+The self-test: neither flags nor names say whether the hook computes a model's attention right (bloom, llama4 and
+gemma3n answer fluently and wrongly), so every model is tested. The reference is eager and not sdpa, which in
+transformers 5.17 ignores gemma2's soft cap without a warning.
 
-Each limit of the tolerances lies between what right models measure and what wrong ones do. The check of kv's kernels
-has its own (``kvchat.kv.ops.verify``).
+Each tolerance lies between the errors measured of right and of wrong models. The checks of kv's kernels have their own
+tolerances (``kvchat.kv.ops.verify``).
 """
 
 from __future__ import annotations
@@ -39,35 +39,37 @@ NEAR = (3, 34)
 PREFILL = (19, 14)
 DECODE = 5
 SECOND_TURN = 10
-# What configurations call the number of experts.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_AGREE = 0.25  # of the tokens of a mixture: attending wrongly spoils more of them
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # configurations' names
+EXPERTS_AGREE = 0.25  # share of a mixture's tokens that must agree; wrong attention leaves fewer
 # Logits of the self-test and of fused modules, relative L2 error. Right models measure below 1e-5 in float32 and about
 # 0.02 in bfloat16; wrong ones (bloom, llama4, gemma3n under an attention that ignores their rules) 0.2 to 1.1.
 LOGITS = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}
 # Rotated keys of the probe, relative to the largest element. Right rotations measure below 1e-5 in float32 and 0.02 in
 # bfloat16, wrong ones above 0.3.
 ROTATED_KEYS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
-# Far from the start the model's own float32 angles add their rounding: this many radians for each position.
+# Rounding of the model's float32 angles, in radians per position.
 ANGLE_PER_POSITION = 2e-7
-# Keys and values of one token at two positions, relative to the largest element: less is rounding, not a change.
+# Difference of a token's keys or values at two positions, relative to the largest element: less is rounding.
 UNCHANGED = 1e-3
-# A module's output against that of an RMSNorm, relative L2 error in units of the dtype's epsilon: its steps round a
-# few times in that dtype, where the expected result is computed in float32.
+# A module's output compared with an RMSNorm's, relative L2 error in units of the dtype's epsilon: the module rounds a
+# few times to that dtype; the expected result is computed in float32.
 NORM_ROUNDINGS = 8
-# A module's own sums and products of small numbers: another order or factor changes the result by a whole number.
+# Sums and products of small whole numbers: a wrong order or factor changes the result by at least 1.
 SMALL_NUMBERS = 1e-4
-# Elements of rotated random heads in float32, of size 1: two products and one sum.
+# Elements of rotated random heads in float32, about 1 in size: two products and one sum.
 ROTATION = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A model's attention as observed. ``d_k`` and ``d_v`` are the sizes of one head's key and value.
+    """A model's attention as observed.
 
-    ``specs`` has one entry per layer that attends. ``rotations`` too, None for a layer without positions and the same
-    object for layers that turn alike; it is empty where keys cannot be moved to other positions, and ``refusal`` says
-    why. Layers that are ``unlike`` each other are given the largest shape of all.
+    Attributes:
+        d_k, d_v: the sizes of one head's key and value.
+        specs: the rule of each layer that attends.
+        rotations: of each layer that attends; None for a layer without positions, the same object for equal rotations.
+            Empty if keys cannot be moved to other positions; ``refusal`` says why.
+        unlike: True if layers have different shapes; all are then padded to the largest.
     """
 
     q_heads: int
@@ -84,7 +86,7 @@ def probe(model: Any) -> Probe:
     """Observe ``model`` (loaded with kvchat's attention) in at most five one-token forwards.
 
     Raises:
-        ModelError: the layers cannot be given one shape, or others attend than the configuration says.
+        ModelError: the layers cannot be padded to one shape, or other layers attend than the configuration says.
     """
     base = _observe(model, BASE)
     attending = _check_attending(model, base)
@@ -100,10 +102,10 @@ def probe(model: Any) -> Probe:
 
 
 def observe_shape(model: Any, state: RecurrentState) -> Shape:
-    """The shape of every layer's heads, from one token that also gives ``state`` its size; works on the meta device.
+    """The shape of every layer's heads, from a forward of one token that also fills ``state``; on the meta device too.
 
     Raises:
-        ModelError: the layers cannot be given one shape, or keep state where it cannot be copied.
+        ModelError: the layers cannot be padded to one shape, or keep state that cannot be copied.
     """
     with keeping_state(model, state), UnknownValues():
         observer = _observe(model, 0, state)
@@ -112,10 +114,9 @@ def observe_shape(model: Any, state: RecurrentState) -> Shape:
 
 
 def pin_frequencies(model: Any) -> bool:
-    """Fix rotary frequencies that follow the text's length at those of the whole context; False if none do.
+    """Fix rotary frequencies that depend on the text's length at those of the whole context; False if none do.
 
-    longrope picks one of two sets by the positions of each forward, so the chunks of one long prompt would be rotated
-    by both.
+    longrope picks one of two sets by the positions of each forward, so one prompt's chunks could be rotated by both.
     """
     rotary = [module for module in model.modules() if _follows_length(module)]
     if rotary:
@@ -169,7 +170,7 @@ def _check_attending(model: Any, seen: _Observer) -> list[int]:
 
 
 def _common(model: Any, shapes: set[Shape]) -> Shape | None:
-    """The shape that the layers of all ``shapes`` can be given; None where there is but one."""
+    """The shape to pad layers of these ``shapes`` to; None if all have the same."""
     if len(shapes) == 1:
         return None
     largest = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
@@ -182,7 +183,7 @@ def _common(model: Any, shapes: set[Shape]) -> Shape | None:
 # ---- rotation --------------------------------------------------------------------------------------
 def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...], str | None]:
     near = {position: _observe(model, position) for position in NEAR}
-    if any(_moved(base.values, seen.values) for seen in near.values()):
+    if any(_differs(base.values[layer], seen.values[layer]) for seen in near.values() for layer in base.values):
         return (), "the model adds its positions to the hidden states, so stored keys cannot be moved"
     candidates = list(_candidates(model, base.keys[0].shape[-1]))
     rotations = []
@@ -196,13 +197,13 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
 
 
 def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
-    """A reason to refuse a model whose keys rotate otherwise at twice the context (dynamic NTK, longrope), or None."""
+    """Why keys cannot be moved if they rotate otherwise at twice the context (dynamic NTK, longrope), else None."""
     position = 2 * _context(model)
     far = _observe(model, position)
     allowed = ROTATED_KEYS[model.dtype] + ANGLE_PER_POSITION * position
     for layer, rotation in enumerate(rotations):
         if rotation and _error(base.keys[layer], far.keys[layer], rotation, position - BASE) > allowed:
-            _observe(model, BASE)  # a short forward puts the short text's frequencies back
+            _observe(model, BASE)  # a short forward restores the frequencies of short texts
             return "its rotary frequencies change with the length of the text"
     return None
 
@@ -224,7 +225,7 @@ def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
 def _identify(
     keys: Tensor, targets: dict[int, Tensor], candidates: list[Rotation], tolerance: float
 ) -> Rotation | None:
-    """The candidate that turns ``keys`` [H, d_k] into every target, by distance; None if none does."""
+    """The candidate that rotates ``keys`` [H, d_k] by each distance into its target; None if none does."""
     errors = [max(_error(keys, target, c, delta) for delta, target in targets.items()) for c in candidates]
     best = min(range(len(errors)), key=errors.__getitem__, default=None)
     return None if best is None or errors[best] > tolerance else candidates[best]
@@ -239,17 +240,13 @@ def _differs(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) > UNCHANGED * float(one.abs().max())
 
 
-def _moved(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
-    return any(_differs(one[layer], other[layer]) for layer in one)
-
-
 class UnknownValues(TorchFunctionMode):
-    """Inside this block all values without memory are zeros, and of parts of unknown sizes the first is everything."""
+    """Inside this block values on the meta device are zeros, and if sizes are unknown the first part is everything."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, unless it asks for values without memory or goes by them."""
+        """Call ``func``, unless its result depends on values on the meta device."""
         if func is Tensor.nonzero and args[0].is_meta:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
         if func is Tensor.tolist and args[0].is_meta:
@@ -260,14 +257,14 @@ class UnknownValues(TorchFunctionMode):
 
 
 class _UnknownSizes(list[int]):
-    """The zeros that stand for the sizes of parts."""
+    """Zeros in place of the sizes of parts."""
 
 
 def reads_chunks(model: Any) -> bool:
     """True if a forward of several tokens continues a recurrent state; jamba's silently starts from an empty one.
 
     Raises:
-        ModelError: transformers refuses, or keeps state where it cannot be copied.
+        ModelError: transformers refuses, or keeps state that cannot be copied.
     """
     chunks, state = _chunks(model), RecurrentState(model.config)
     if not state.exists:
@@ -281,9 +278,9 @@ def reads_chunks(model: Any) -> bool:
 def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseManager, chunked: bool = True) -> float:
     """Compare chunked prefill, decode and a second turn through the hook with one eager forward over all tokens.
 
-    Without ``chunked`` all tokens after the first chunk go one by one.
+    Without ``chunked`` all tokens after the first chunk are processed one by one.
 
-    Returns the relative L2 error of the logits of the tokens whose logits a chat would use.
+    Returns the relative L2 error of the logits that a chat would sample from.
 
     Raises:
         ModelError: the error is too large for the model's dtype, so its answers would be wrong.
@@ -332,7 +329,7 @@ def stepwise(
 
 
 def _reference(model: Any, ids: Tensor) -> Tensor:
-    with torch.inference_mode(), _eager(model):  # of its own positions: a few begin to count at 2
+    with torch.inference_mode(), _eager(model):  # the model counts positions itself: a few begin at 2
         logits: Tensor = model(ids[None], use_cache=False).logits[0]
     return logits.float()
 
@@ -347,20 +344,20 @@ def _eager(model: Any) -> Iterator[None]:
 
 
 def logits_tolerance(model: Any) -> float:
-    """The relative error of logits that rounding explains."""
+    """The relative error of the logits of ``model`` that rounding explains."""
     return products_tolerance(model.dtype, is_packed(model))
 
 
 def products_tolerance(dtype: torch.dtype, packed: bool) -> float:
-    """The same of what is computed in ``dtype``; packed weights are multiplied in half precision."""
+    """The relative error that rounding to ``dtype`` explains; packed weights are multiplied in half precision."""
     return LOGITS[torch.bfloat16 if packed else dtype]
 
 
 def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) -> float:
-    """The relative error of logits ``[tokens, vocab]``, of a mixture of experts that of a ``share`` of its tokens.
+    """The relative error of logits ``[tokens, vocab]``; for a mixture of experts the ``share`` quantile over tokens.
 
-    Rounding sends some tokens to other experts. Of eight in bfloat16, in a mixture of random weights, five were 0.16 to
-    0.95 off and the others 0.1.
+    Rounding sends some tokens to other experts: in a mixture with random weights in bfloat16, five tokens of eight were
+    0.16 to 0.95 off and the others 0.1.
     """
     if not has_experts(model):
         return relative_error(measured, reference)
@@ -369,9 +366,9 @@ def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) 
 
 
 def has_experts(model: Any) -> bool:
-    """True for a mixture of experts, of which a token goes through some."""
+    """True for a mixture of experts, where each token goes through some of them."""
     config = model.config.get_text_config(decoder=True)
-    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX's of its MLP has them
+    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX's section of its MLP
     return any(getattr(section, name, None) for section in sections for name in EXPERTS)
 
 

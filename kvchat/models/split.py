@@ -1,13 +1,12 @@
-"""A model over several GPUs: decoder layers that the first one has no room for lie on the others, part after part.
+"""Splits a model over several GPUs: decoder layers move to the other GPUs, in order.
 
-The first GPU has everything else, the K/V of all layers and their attention. So every mode, a switch, a prefill and
-drafts do what they do on one GPU, and the others hold weights alone. A layer elsewhere projects and multiplies there:
-its queries, keys and values come to the first GPU and what they attended to goes back, for a layer of an 8B model 12
-and 8 KiB a token. The other way, each layer's K/V beside its weights, would save these copies. But most modes choose
-once for all layers and keep one tensor of them (freeze's scores, streaming's sinks, the index), so that each of them
-would have to be split too.
+The first GPU keeps everything else, the K/V of all layers and their attention. So modes, switches, prefill and drafts
+work as on one GPU; the other GPUs hold only weights. A layer on another GPU projects and multiplies there: its queries,
+keys and values are copied to the first GPU and the result of attention back, 12 and 8 KiB per token for a layer of an
+8B model. Storing each layer's K/V with its weights would save these copies, but most modes choose once for all layers
+and keep one tensor for all (freeze's scores, streaming's sinks, the index), so each mode would have to be split too.
 
-The other GPUs are filled first, because the room that is left on the first one is what K/V can have.
+The other GPUs are filled first, because K/V get the memory that is left on the first one.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kvchat.models import attention_hook
 from kvchat.models.description import ModelDescription
 from kvchat.models.recurrent import RecurrentState
 
-FORWARD = 2048  # tokens of a prompt that a GPU beside the first keeps room to read at once
-KEPT = 8  # arguments of layers that are kept on a device: angles and positions are the same for many
+FORWARD = 2048  # tokens of a prompt per forward that the other GPUs keep memory for
+CACHED_INPUTS = 8  # arguments cached on a device: many layers share the same angles and positions
 
 
 class Shares(NamedTuple):
@@ -44,10 +43,10 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     return next((name, module) for name, module in lists if len(module) == count)
 
 
-def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] | None = None) -> Shares:
-    """Where the weights lie; those on the first GPU need not fit it.
+def shares(described: ModelDescription, quantize: str, unloaded: Mapping[str, int] | None = None) -> Shares:
+    """Distribute the weights; the first GPU's share may be too large for it.
 
-    ``given`` are bytes by device that count as free, because the model in use is unloaded.
+    ``unloaded`` are bytes by device that count as free, because the model in use will be unloaded.
 
     Raises:
         ModelError: this model cannot be split.
@@ -58,43 +57,43 @@ def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] 
             "Its recurrent layers keep a state, which kvchat saves and restores on one GPU only.",
             "Omit --gpus.",
         )
-    layers, beside = layer_bytes(described, quantize)
+    layers, outside = layer_bytes(described, quantize)
     end, places = len(layers), [described.device] * len(layers)
     others = dict.fromkeys(described.others, 0)
     for device in reversed(described.others):
-        free = available.free_bytes(device) + (given or {}).get(str(device), 0)
+        free = available.free_bytes(device) + (unloaded or {}).get(str(device), 0)
         room = available.usable(free) - described.activations(FORWARD)
         while end and others[device] + layers[end - 1] <= room:
             end -= 1
             others[device] += layers[end]
             places[end] = device
-    return Shares(beside + sum(layers[:end]), tuple(others.values()), tuple(places))
+    return Shares(outside + sum(layers[:end]), tuple(others.values()), tuple(places))
 
 
 def layer_bytes(described: ModelDescription, quantize: str) -> tuple[list[int], int]:
-    """Bytes of each decoder layer, and of all that is none: on a GPU that is not packed."""
+    """Bytes of each decoder layer, and of everything outside the layers, which a GPU does not pack."""
     _, layers = decoder_layers(described.shapes)
     elements = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
-    beside = sum(weight.numel() for weight in described.shapes.parameters()) - sum(elements)
-    beside *= described.dtype.itemsize
-    of_layers = max(0, described.loaded_bytes(quantize) - beside)
-    return [of_layers * number // sum(elements) for number in elements], beside
+    outside = sum(weight.numel() for weight in described.shapes.parameters()) - sum(elements)
+    outside *= described.dtype.itemsize
+    of_layers = max(0, described.loaded_bytes(quantize) - outside)
+    return [of_layers * number // sum(elements) for number in elements], outside
 
 
 def devices_of(model: Any, places: Sequence[torch.device]) -> dict[nn.Module, torch.device]:
-    """The device of each module inside the layers of ``model``; none where there are no ``places``."""
+    """The device of each module inside the layers of ``model``; empty without ``places``."""
     layers = decoder_layers(model)[1] if places else ()
     return {module: device for layer, device in zip(layers, places, strict=True) for module in layer.modules()}
 
 
 def device_map(described: ModelDescription, places: Sequence[torch.device]) -> dict[str, torch.device]:
-    """The devices of a model's parts by name, as transformers takes them."""
+    """transformers' device map: the device of each layer by name, and of all else."""
     name, _ = decoder_layers(described.shapes)
     return {"": described.device} | {f"{name}.{number}": place for number, place in enumerate(places)}
 
 
 def move(model: Any, first: torch.device, places: Sequence[torch.device]) -> None:
-    """Move the layers of ``model`` to ``places``, where there are any, and all else to ``first``."""
+    """Move the layers of ``model`` to ``places``, if there are any, and all else to ``first``."""
     if not places:
         model.to(first)
         return
@@ -108,7 +107,7 @@ def move(model: Any, first: torch.device, places: Sequence[torch.device]) -> Non
 
 
 def connect(model: Any, first: torch.device, places: Sequence[torch.device]) -> None:
-    """Let ``model``, whose layers are at ``places`` and all else is on ``first``, compute as on one device."""
+    """Let ``model`` compute as on one device although its layers are on ``places`` and all else is on ``first``."""
     if not places:
         return
     _, layers = decoder_layers(model)
@@ -121,7 +120,7 @@ def connect(model: Any, first: torch.device, places: Sequence[torch.device]) -> 
 
 
 def note(first: torch.device, places: Sequence[torch.device]) -> str:
-    """A sentence for people about layers at ``places``; empty where there are none."""
+    """A sentence for the user about the layers on ``places``; "" without any."""
     if not places:
         return ""
     parts = (f"{number} on {device}" for device, number in Counter(places).items())
@@ -129,11 +128,11 @@ def note(first: torch.device, places: Sequence[torch.device]) -> str:
 
 
 class _Inputs:
-    """Brings what a layer is given to its ``device``; what several layers are given, once."""
+    """A hook that moves a layer's arguments to its ``device``, those that several layers share only once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._cached: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return _moved(given, self._device), {name: self._once(value) for name, value in named.items()}
@@ -141,11 +140,11 @@ class _Inputs:
     def _once(self, value: Any) -> Any:
         if not isinstance(value, Tensor | tuple):
             return value
-        if id(value) not in self._kept:
-            self._kept[id(value)] = value, _moved(value, self._device)  # held, so that no other has its id
-            if len(self._kept) > KEPT:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[id(value)][1]
+        if id(value) not in self._cached:
+            self._cached[id(value)] = value, _moved(value, self._device)  # a reference, so that its id stays unique
+            if len(self._cached) > CACHED_INPUTS:
+                del self._cached[next(iter(self._cached))]
+        return self._cached[id(value)][1]
 
 
 def _moved(value: Any, device: torch.device) -> Any:
