@@ -1,7 +1,7 @@
-"""The models on this machine, and by the headers of their files whether their weights fit it.
+"""Lists the models on this machine, and says by the headers of their files whether their weights fit.
 
-They are the bundled one, folders, GGUF files, the cache of the Hugging Face hub, and what Ollama, LM Studio and
-llama.cpp keep. What weights take is what ``kvchat plan`` says of them, and needs no torch.
+They are the bundled model, folders, GGUF files, the cache of the Hugging Face hub, and the models of Ollama, LM Studio
+and llama.cpp. Sizes are the same as in ``kvchat plan``; computing them needs no torch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from kvchat.models.weights import ITEM_BYTES, Place, Weights
 from kvchat.paths import BUNDLED
 
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
-MAX_SAID = 200  # characters of an error that nobody expected
-MAX_DEPTH = 3  # the folder given, its publishers, their models
+MAX_MESSAGE = 200  # characters of an unexpected error
+MAX_DEPTH = 3  # the folder itself, its publishers, their models
 MAX_FOLDERS = 2000
 HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.(?:gguf|GGUF))?")
-TOWER = "mmproj"  # begins the name of a GGUF file that is part of a multimodal model
+ENCODER = "mmproj"  # begins the name of a GGUF file with the vision encoder of a multimodal model
 BFLOAT16_FROM = 2**24  # bytes in float32 of the smallest matrix that is faster in bfloat16
-OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that are multiplied in no other
+OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that cannot be multiplied in another
 OLLAMA = "ollama:"  # begins the names of Ollama's models
 MODEL_LAYER = "application/vnd.ollama.image.model"
-DEFAULT_HOST, DEFAULT_OWNER = "registry.ollama.ai", "library"  # which its names leave out
+DEFAULT_HOST, DEFAULT_OWNER = "registry.ollama.ai", "library"  # omitted in names
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model on this machine or of a server. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
+    """A model on this machine or of a server.
 
-    ``weights`` is None where there is a ``problem``, and of a server, whose program is the ``kind``; ``served`` is what
-    that tells of it.
+    Attributes:
+        name: what ``-m`` takes.
+        kind: bundled, folder, GGUF, hub or Ollama; the program of a server.
+        weights: None for a model with a ``problem`` and for a server's.
+        served: what the server says of its model.
     """
 
     name: str
@@ -54,7 +57,7 @@ class FoundModel:
 
 
 def short_name(model: str) -> str:
-    """A model's name without its place: of a file or folder, of the hub's cache, of a repository (``Qwen3-4B``)."""
+    """A model's name (``Qwen3-4B``) without the path, repository owner or cache folder before it."""
     cached = re.search(r"(?:^|/)models--([^/]+)", model)
     name = cached[1].rpartition("--")[2] if cached else model.rstrip("/").rpartition("/")[2]
     if not name.lower().endswith(GGUF):
@@ -64,9 +67,9 @@ def short_name(model: str) -> str:
 
 
 def find(folders: Iterable[Path]) -> list[FoundModel]:
-    """The bundled model, those with short names that are here, those in ``folders``, the hub's and other programs'.
+    """The bundled model, installed models with short names, those in ``folders``, the hub's and other programs'.
 
-    One that is damaged has a ``problem``, whatever its files lead to.
+    A model that cannot be read has a ``problem``.
     """
     bundled = _of_folder(BUNDLED, "bundled", paths.bundled_model_dir())
     named = [_of_gguf(name, "GGUF", file) for name in paths.NAMED if (file := paths.named_model(name))]
@@ -77,7 +80,7 @@ def find(folders: Iterable[Path]) -> list[FoundModel]:
 
 
 def in_folder(folder: Path) -> Iterator[FoundModel]:
-    """The models in a folder and in those below it; nothing where it cannot be read."""
+    """The models in a folder and in those below it; none if it cannot be read."""
     top = Path(os.path.expanduser(folder))
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
@@ -91,12 +94,12 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
 
 
 def in_hub_cache() -> Iterator[FoundModel]:
-    """The models that the Hugging Face hub's library has downloaded, to the folder that its variables name."""
+    """The models in the cache of the Hugging Face hub's library, whose environment variables name the folder."""
     from huggingface_hub import constants, scan_cache_dir
 
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except Exception:  # noqa: BLE001  # there is none, or whatever is in it
+    except Exception:  # noqa: BLE001  # there is no cache, or it is damaged
         return
     for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
         if repository.repo_type != "model" or not repository.revisions:
@@ -110,7 +113,7 @@ def in_hub_cache() -> Iterator[FoundModel]:
 
 
 def at(path: Path) -> FoundModel | None:
-    """The model in a folder or GGUF file that was typed, under the name as typed; None where there is nothing."""
+    """The model in the folder or GGUF file that the user typed, named as typed; None if there is none."""
     here = ollama_file(str(path)) if str(path).startswith(OLLAMA) else None
     here = here or Path(os.path.expanduser(path))
     try:
@@ -127,40 +130,40 @@ def is_here(name: str) -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """True if ``name`` is that of a repository on the hub, or REPOSITORY:FILE for a GGUF file of one."""
+    """True if ``name`` names a repository on the hub, or a GGUF file of one as REPOSITORY:FILE."""
     return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 
 def _is_model(file: str) -> bool:
-    return file.lower().endswith(GGUF) and not file.startswith(TOWER) and gguf_file.part(Path(file)) < 2
+    return file.lower().endswith(GGUF) and not file.startswith(ENCODER) and gguf_file.part(Path(file)) < 2
 
 
 def _has_no_suffix(file: Path) -> bool:
-    """True for a GGUF file without a suffix, as other programs keep them."""
+    """True for a GGUF file without a suffix, as other programs store them."""
     return "." not in file.name and gguf_file.is_gguf(file)
 
 
-def _whatever_it_leads_to(look: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:
-    """``look``, where an error of one model is its ``problem``: the others are listed."""
+def _with_problem(read: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:
+    """Let ``read`` return a model with a ``problem`` in place of raising, so that the others are still listed."""
 
-    def looked(name: str, kind: str, place: Path) -> FoundModel:
+    def read_safely(name: str, kind: str, path: Path) -> FoundModel:
         try:
-            return look(name, kind, place)
+            return read(name, kind, path)
         except ModelError as error:
             return FoundModel(name, kind, problem=str(error))
-        except Exception as error:  # noqa: BLE001  # its files may be anything
-            said = f"{type(error).__name__}: {error}"[:MAX_SAID]
-            return FoundModel(name, kind, problem=f"It cannot be read ({said}). Download the model again.")
+        except Exception as error:  # noqa: BLE001  # the files may contain anything
+            message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+            return FoundModel(name, kind, problem=f"It cannot be read ({message}). Download the model again.")
 
-    return looked
+    return read_safely
 
 
-@_whatever_it_leads_to
+@_with_problem
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
     return FoundModel(name, kind, weights.of_checkpoint(read_json(folder / CONFIG), read_headers(folder, "It")))
 
 
-@_whatever_it_leads_to
+@_with_problem
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
     return FoundModel(name, kind, weights.of_gguf(gguf_file.read_model(file)))
 
@@ -180,14 +183,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes that the weights take once loaded. ``quantize`` is the least that makes them fit, None: nothing does."""
+    """Bytes of the weights once loaded. ``quantize`` is the least that makes them fit; None if nothing does."""
 
     needed: int
     quantize: str | None
 
 
 def room(device: str, released: int = 0) -> Room:
-    """Bytes free on ``device`` (as in the settings), with the ``released`` ones that the model in use takes."""
+    """Bytes free on ``device`` (as in the settings); ``released`` bytes of the model in use count as free."""
     gpu = profiles.read_gpu(device)
     if gpu and gpu.memory is not None and gpu.memory_used is not None:
         return Room("cuda", gpu.memory - gpu.memory_used + released, gpu.compute_capability)
@@ -195,7 +198,7 @@ def room(device: str, released: int = 0) -> Room:
 
 
 def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
-    """The fit of the weights, loaded in ``dtype`` (as in the settings); None where their headers could not be read."""
+    """The fit of the weights, loaded in ``dtype`` (as in the settings); None if their headers could not be read."""
     if found.weights is None:
         return None
     usable, by_choice = available.usable(there.free), needs(found.weights, dtype, there)
@@ -209,12 +212,12 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
 
 
 def needs(found: Weights, dtype: str, there: Room) -> dict[str, int]:
-    """Bytes that the weights take once loaded in ``dtype`` (as in the settings), by quantization."""
+    """Bytes of the weights once loaded in ``dtype`` (as in the settings), by quantization."""
     return found.by_quantization(dtype_of(found, dtype, there), there.place)
 
 
 def dtype_of(found: Weights, dtype: str, there: Room) -> str:
-    """The dtype of the arithmetic, for the setting ``dtype``; on a CPU as the engine's ``description`` chooses."""
+    """The dtype of the arithmetic for the setting ``dtype``; on a CPU the choice of ``description``."""
     own = found.dtype if found.dtype in ITEM_BYTES else "bfloat16"
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype
@@ -223,18 +226,15 @@ def dtype_of(found: Weights, dtype: str, there: Room) -> str:
 
 
 def folders_of_others() -> list[Path]:
-    """The folders that are there in which people and programs keep models."""
+    """The existing folders in which people and other programs usually keep models."""
     cache = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    named = [
-        "~/models",
-        *("~/.lmstudio/models", "~/.cache/lm-studio/models"),
-        os.environ.get("LLAMA_CACHE") or f"{cache}/llama.cpp",
-    ]
-    return [path for path in map(_expanded, named) if path.is_dir()]
+    llama = os.environ.get("LLAMA_CACHE") or f"{cache}/llama.cpp"
+    usual = ["~/models", "~/.lmstudio/models", "~/.cache/lm-studio/models", llama]
+    return [path for path in map(_expanded, usual) if path.is_dir()]
 
 
 def ollama() -> Iterator[tuple[str, Path]]:
-    """Ollama's models: the name with ``OLLAMA`` before it, and the GGUF file, which has no suffix."""
+    """Ollama's models: each name, with ``OLLAMA`` before it, and its GGUF file, which has no suffix."""
     given = os.environ.get("OLLAMA_MODELS")
     for folder in map(_expanded, [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]):
         manifests = folder / "manifests"
@@ -244,9 +244,9 @@ def ollama() -> Iterator[tuple[str, Path]]:
 
 
 def ollama_file(name: str) -> Path | None:
-    """The file of one of Ollama's models by its name, in which ``:latest`` may be left out; None if it is not here."""
+    """The file of Ollama's model ``name``, in which ``:latest`` may be omitted; None if there is none."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
-    return next((file for known, file in ollama() if known == wanted), None)
+    return next((file for found, file in ollama() if found == wanted), None)
 
 
 def _name(place: Path) -> str:
@@ -261,7 +261,8 @@ def _blob(folder: Path, manifest: Path) -> Path:
     """The file of weights that a manifest names.
 
     Raises:
-        OSError: one of them cannot be read; ValueError, KeyError, TypeError, AttributeError: it is no manifest.
+        OSError: one of the two cannot be read.
+        ValueError, KeyError, TypeError, AttributeError: the file is not a manifest.
     """
     layers = json.loads(manifest.read_bytes())["layers"]
     digest = next((str(layer["digest"]) for layer in layers if layer["mediaType"] == MODEL_LAYER), "")

@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face hub, with progress; a download that was cut off goes on where it ended.
+"""Downloads from the Hugging Face hub, with progress; an interrupted download resumes where it stopped.
 
-The library would start a large file over. Here it grows as ``ETAG.partial`` beside the blobs of the library's cache and
-gets its name when it is whole. The library then finds it there, and makes the rest of the cache.
+The hub's library would start a large file over. Here it grows as ``ETAG.partial`` among the blobs of the library's
+cache and gets its final name when it is complete. The library then finds it and adds the rest of the cache.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from kvchat.units import meter, seconds, size
 Progress = Callable[[str], None]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
 LARGE = 2**24
-CHUNK = 2**20  # the library's ten times as many bytes show nothing for ten seconds on a slow line
+CHUNK = 2**20  # the library's own chunks are ten times as large: on a slow line nothing would show for ten seconds
 TOO_LARGE = 50 * 10**9  # the hub sends no larger file in one piece
 REPORT_S = 1.0
 SPEED_SAMPLES = 20
 
 
 def download(name: str, patterns: list[str], progress: Progress) -> Path:
-    """Download the files of a repository that match ``patterns``, where they are not in the cache; their folder.
+    """Download the files of a repository that match ``patterns`` and are not in the cache; return their folder.
 
     Raises:
         ModelError: there is no such model, it is gated, or the hub cannot be reached.
     """
     import huggingface_hub
 
-    told = ByteProgress(progress, "Downloading")
+    bar = ByteProgress(progress, "Downloading")
     try:
         with _explained(name):
-            fetch(_large_files(name, patterns), told)
+            fetch(_large_files(name, patterns), bar)
             folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told.tell)
+                name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(bar.report)
             )
     finally:
-        told.end()
+        bar.end()
     return Path(folder)
 
 
 def remote_headers(name: str, revision: str) -> list[StoredTensor]:
-    """The tensors of a repository's safetensors files, of which only the headers are read.
+    """The tensors of a repository's safetensors files; only the headers are downloaded.
 
     Raises:
         ModelError: the repository has none, or the hub cannot be reached.
@@ -70,7 +70,7 @@ def remote_headers(name: str, revision: str) -> list[StoredTensor]:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Whatever the hub's library raises for a repository is raised as kvchat's own error."""
+    """Raise whatever the hub's library raises for a repository as kvchat's own error."""
     from huggingface_hub import errors
 
     try:
@@ -105,7 +105,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
-    """None where the hub cannot be reached: what is in the cache is enough then, or the library says what is missing.
+    """``large_files``; none if the hub cannot be reached: then the cache has all, or the library says what is missing.
 
     Raises:
         HfHubHTTPError: the hub refuses.
@@ -120,11 +120,11 @@ def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
         return []
 
 
-def _reporter(tell: Callable[[float, float], None]) -> type:
-    """A tqdm class that draws nothing and tells the bytes downloaded, of how many.
+def _reporter(report: Callable[[float, float], None]) -> type:
+    """A tqdm class that draws nothing and calls ``report`` with the bytes downloaded and their total.
 
-    The hub's library makes several bars: one for files, then one for bytes in files, then one for bytes transferred,
-    which are fewer where a file is partly there already. The second is told.
+    The hub's library makes several bars: one for files, one for bytes in files, and one for bytes transferred, which
+    are fewer if a file was partly downloaded before. The second is reported.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -140,13 +140,13 @@ def _reporter(tell: Callable[[float, float], None]) -> type:
         def display(self, *_: Any, **__: Any) -> None:
             if bars and bars[0] is self and self.total:  # tqdm compares bars by their numbers
                 with contextlib.suppress(OSError):
-                    tell(self.n, self.total)
+                    report(self.n, self.total)
 
     return Reporter
 
 
 class RemoteFile(NamedTuple):
-    """A file on the hub and where its bytes belong in the cache."""
+    """A file on the hub, and the file ``blob`` of the cache that it becomes."""
 
     url: str
     nbytes: int
@@ -158,7 +158,7 @@ class RemoteFile(NamedTuple):
 
 
 def fetch(files: list[RemoteFile], progress: ByteProgress) -> None:
-    """Download files where they are not there yet.
+    """Download the files that are not in the cache.
 
     Raises:
         ModelError: one is being downloaded by another process, or arrived damaged; the network's errors.
@@ -175,7 +175,7 @@ def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[
     """The large files of a repository that match ``patterns``.
 
     Raises:
-        huggingface_hub's errors: the repository is not there or gated; the network's errors.
+        huggingface_hub's errors: the repository does not exist or is gated; the network's errors.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, model_info
     from huggingface_hub.file_download import repo_folder_name
@@ -213,7 +213,7 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
             resume_size=start,
             headers=build_hf_headers(),
             expected_size=file.nbytes,
-            tqdm_class=_reporter(lambda done, _: progress.tell(before + done, total)),
+            tqdm_class=_reporter(lambda done, _: progress.report(before + done, total)),
         )
         partial.flush()
         _check(file)
@@ -221,7 +221,7 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
 
 
 def _check(file: RemoteFile) -> None:
-    """Compare the digest where the hub names one: what came on different days belongs together."""
+    """Compare the digest if the hub names one: parts downloaded on different days must belong together."""
     if len(file.blob.name) != 64:
         return
     with file.partial.open("rb") as partial:
@@ -232,18 +232,18 @@ def _check(file: RemoteFile) -> None:
 
 
 class ByteProgress:
-    """Tells at most once a second how much of the work ``doing`` is done, its speed and the time left."""
+    """Reports at most once a second how much of the work ``doing`` is done, its speed and the time left."""
 
-    def __init__(self, report: Callable[[str], None], doing: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._report, self._doing, self._clock = report, doing, clock
+    def __init__(self, show: Callable[[str], None], doing: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._show, self._doing, self._clock = show, doing, clock
         self._samples: deque[tuple[float, float]] = deque(maxlen=SPEED_SAMPLES)
         self._ended = False
 
     def end(self) -> None:
-        """Tell nothing more: the library's bars speak once more when they are collected, whatever is done then."""
+        """Report nothing more: the library's bars report once more when they are garbage-collected."""
         self._ended = True
 
-    def tell(self, done: float, total: float) -> None:
+    def report(self, done: float, total: float) -> None:
         """``Downloading ▰▰▰▰▱▱▱▱ 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
         now = self._clock()
         too_soon = self._samples and now - self._samples[-1][0] < REPORT_S and done < total
@@ -255,4 +255,4 @@ class ByteProgress:
         if now - began >= REPORT_S and done > first:
             rate = (done - first) / (now - began)
             text += f" · {size(rate)}/s · {seconds((total - done) / rate)} left"
-        self._report(text)
+        self._show(text)

@@ -242,7 +242,7 @@ def _counted(
         with cores:
             yield item
         done += item_bytes
-        words.tell(done, total)
+        words.report(done, total)
 
 
 def defragment(model: Any) -> None:

@@ -1,10 +1,9 @@
-"""The recurrent state of hybrid models: what layers without K/V keep of the tokens read, and its snapshots.
+"""The recurrent state of hybrid models, and its snapshots.
 
-Recurrent and convolution layers keep their state in a cache of transformers, which hands the K/V of attention layers on
-untouched: those are the KV manager's. A state cannot be rolled back token by token, so copies of it are kept on the
-host. After a truncation or a failed forward the nearest one is put back by ``restore``, and the tokens behind it are
-``unread``: the runner reads them again before anything else. In a model whose layers all attend every method does
-nothing much.
+Recurrent and convolution layers keep their state in a cache of transformers. K/V of attention layers pass through that
+cache untouched: the KV manager stores them. A state cannot be rolled back token by token, so snapshots of it are kept
+in RAM. After a truncation or a failed forward ``restore`` copies the nearest snapshot back, and the tokens after it are
+``unread``: the runner processes them again before any others. If all layers attend no method has an effect.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv"}
 BOTH = {"hybrid", "hybrid_sliding"}
 
-CONVOLVED = "conv_states"  # in transformers' layers; those that have one note by it whether they read anything
+CONVOLVED = "conv_states"  # in transformers' layers, which mark a layer as begun by it
 
-SNAPSHOTS = 8  # kept at most; each is as large as the state
-EVERY = 256  # tokens between two snapshots: so many are read again at most after a short way back
-TAIL = 16  # tokens at a prompt's end, where templates begin the answer and change once it is history
+SNAPSHOTS = 8  # at most; each is as large as the state
+EVERY = 256  # tokens between two snapshots, and at most processed again after a short rollback
+TAIL = 16  # tokens at a prompt's end, where a template begins the answer; they may change once it is history
 
 
-Key = tuple[int, str, int]  # which recurrent layer, the name of its kind of state in transformers, and the number of it
+Key = tuple[int, str, int]  # the recurrent layer, transformers' name of the kind of state, and its number
 
 
 class Snapshot(NamedTuple):
-    """The state after ``tokens`` tokens, in host memory; never changed."""
+    """The state after ``tokens`` tokens, in RAM; never changed."""
 
     tokens: int
     tensors: dict[Key, Tensor]
@@ -56,7 +55,7 @@ class Snapshot(NamedTuple):
 
 
 def cache_argument() -> str:
-    """The argument of a model's forward that is transformers' cache."""
+    """The name by which a model's forward takes transformers' cache."""
     import transformers
 
     return "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -65,8 +64,10 @@ def cache_argument() -> str:
 class RecurrentState:
     """The state of one conversation with a model of transformers' ``config``.
 
-    ``reads_chunks`` is False for a model whose forward of several tokens starts empty instead of going on from a state;
-    ``exists`` says that the model has a state, ``arguments`` are those of its forward besides its tokens.
+    Attributes:
+        reads_chunks: False for a model whose forward of several tokens starts from an empty state.
+        exists: the model has a state.
+        arguments: of its forward, besides tokens and positions.
     """
 
     def __init__(self, config: Any, reads_chunks: bool = True) -> None:
@@ -95,28 +96,28 @@ class RecurrentState:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Those that are kept, the newest last."""
+        """All snapshots, the newest last."""
         return self._snapshots.copy()
 
     @property
     def worth_saving(self) -> list[Snapshot]:
-        """The newest one, to go on from, and the one to answer the last question again from."""
+        """The snapshots to continue from and to answer the last question again from; the newest last."""
         earlier = [snapshot for snapshot in self._snapshots[:-1] if snapshot.tokens <= self._boundary]
         return earlier[-1:] + self._snapshots[-1:]
 
     @property
     def is_kept(self) -> bool:
-        """After a forward: every recurrent layer keeps its state in the cache, where it can be copied."""
+        """True after a forward if every recurrent layer keeps its state in the cache, so that it can be copied."""
         return all(any(layer.is_conv_states_initialized.values()) for layer in self._layers)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the tensors lie that a step reads and changes; a graph holds them as it holds the K/V."""
+        """Addresses of the tensors that a step reads and changes; a CUDA graph records them."""
         return tuple(tensor.data_ptr() for tensor in self._tensors().values())
 
     @property
     def unread(self) -> list[int]:
-        """The stored tokens that the state has not read, to be read again before any other; empty between steps."""
+        """Stored tokens that the state lacks and that must be processed before any others; empty between steps."""
         return self._ids[self._read :] if self.exists else []
 
     @property
@@ -124,7 +125,7 @@ class RecurrentState:
         return self._read
 
     def chunk(self, left: int, planned: int) -> int:
-        """Number of the ``left`` new tokens that the next prefill forward takes; ``planned`` is what memory allows."""
+        """How many of the ``left`` new tokens the next prefill forward takes; memory allows ``planned``."""
         body = left - TAIL if left > TAIL else left
         if not self.exists or self.reads_chunks:
             return min(planned, body if self.exists else left)
@@ -133,34 +134,34 @@ class RecurrentState:
     # ---- after a forward
 
     def commit(self, ids: Sequence[int]) -> None:
-        """Note that a forward has read the new tokens ``ids``."""
+        """Record that a forward has processed the new tokens ``ids``."""
         self._ids.extend(ids if self.exists else ())
         self._read = len(self._ids)
         if self._read - self._last >= EVERY:
             self.keep()
 
     def commit_reread(self, tokens: int) -> None:
-        """Note that a forward has read the first ``tokens`` of ``unread``."""
+        """Record that a forward has processed the first ``tokens`` of ``unread``."""
         self._read += tokens
 
     def append_unread(self, ids: Sequence[int]) -> None:
-        """Note that the tokens ``ids`` are stored again; the state has not read them yet."""
+        """Record that the tokens ``ids`` are stored again, without their effect on the state."""
         self._ids.extend(ids if self.exists else ())
 
     @torch.inference_mode()
     def keep(self, before_answer: bool = False) -> None:
-        """Keep a snapshot of the state as it is; of many, those further back lie further apart.
+        """Take a snapshot of the state; the older snapshots are, the fewer of them are kept.
 
-        ``before_answer`` says that an answer begins here, or a few tokens later. Where there is no memory for it none
-        is kept: a way back is longer then.
+        ``before_answer`` says that an answer begins at this token, or a few later. If memory is short no snapshot is
+        taken, and a rollback processes more tokens again.
         """
         if before_answer:
             self._boundary = self._read
         if not self.exists or self._read == self._last:
             return
         try:
-            kept = {key: tensor.to("cpu", copy=True) for key, tensor in self._tensors().items()}
-            self._snapshots.append(Snapshot(self._read, kept))
+            copies = {key: tensor.to("cpu", copy=True) for key, tensor in self._tensors().items()}
+            self._snapshots.append(Snapshot(self._read, copies))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -169,7 +170,7 @@ class RecurrentState:
             spare = min(range(1, SNAPSHOTS), key=lambda i: (at[i + 1] - at[i - 1]) / (at[-1] - at[i]))
             del self._snapshots[spare]
 
-    # ---- back
+    # ---- rollback
 
     def truncate(self, tokens: int) -> None:
         del self._ids[tokens:]
@@ -177,35 +178,35 @@ class RecurrentState:
             self._go_back(tokens)
 
     def rollback(self) -> None:
-        """Drop the state that a failed forward may have left half written."""
+        """Discard the state, which a failed forward may have left half written."""
         self._go_back(len(self._ids))
 
     def adopt(self, ids: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
-        """Replace the stored tokens by ``ids`` of another conversation, of which these are snapshots."""
+        """Switch to another conversation, with its stored tokens ``ids`` and its ``snapshots``."""
         self._ids, self._snapshots = list(ids if self.exists else ()), list(snapshots)
         self._go_back(len(ids))
 
     def _go_back(self, tokens: int) -> None:
-        """Note the nearest snapshot of at most ``tokens`` tokens, or the beginning, for ``restore``; cannot fail."""
+        """Choose the last snapshot of at most ``tokens`` tokens, or an empty state, for ``restore``; cannot fail."""
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.tokens <= tokens]
         self._read, self._is_torn = self._last, self.exists
 
     @torch.inference_mode()
     def restore(self, device: torch.device) -> None:
-        """Put the snapshot back that was gone back to; due before a forward on ``device``, and again if it fails."""
+        """Copy the snapshot of the last rollback to ``device``; call before each forward, and again if this fails."""
         if self._cache is None or not self._is_torn:
             return
         self._cache.reset()
         if self._snapshots:
-            self._put_back(self._snapshots[-1], device)
+            self._copy_back(self._snapshots[-1], device)
         self._is_torn = False
 
-    def _put_back(self, snapshot: Snapshot, device: torch.device) -> None:
-        for (at, kind, number), kept in snapshot.tensors.items():
+    def _copy_back(self, snapshot: Snapshot, device: torch.device) -> None:
+        for (at, kind, number), saved in snapshot.tensors.items():
             layer = self._layers[at]
-            if getattr(layer, kind)[number] is None:  # nothing was read yet in this process
-                layer.lazy_initialization(**{kind: kept.to(device)}, state_idx=number)
-            getattr(layer, kind)[number].copy_(kept)
+            if getattr(layer, kind)[number] is None:  # no forward has run in this process yet
+                layer.lazy_initialization(**{kind: saved.to(device)}, state_idx=number)
+            getattr(layer, kind)[number].copy_(saved)
             layer.has_previous_state[number] |= kind == CONVOLVED
 
     @property
@@ -244,10 +245,10 @@ def _cache_of(config: Any) -> Any:
     cache = DynamicCache(config=config)
     for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin):
-            layer.update = _handed_on
+            layer.update = _passed_through
     return cache
 
 
-def _handed_on(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """The K/V of the new tokens alone: the KV manager has the others."""
+def _passed_through(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """The K/V of the new tokens only: the KV manager has the others."""
     return keys, values

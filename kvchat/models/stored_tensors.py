@@ -1,6 +1,6 @@
-"""The tensors in a model's safetensors files, told by their headers, and how its configuration says they are packed.
+"""Lists the tensors in a model's safetensors files, and says how its configuration says they are packed.
 
-A safetensors file begins with a JSON object. No tensor is read, and neither torch nor transformers is needed.
+Only the JSON object at the beginning of each file is read, without torch or transformers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvchat.paths import INDEX
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 COMPRESSED, TORCHAO, GGUF = "compressed-tensors", "torchao", "gguf"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
-MXFP4_CAPABILITY = (7, 5)  # of a GPU: that of its kernels
-# The objects in an index of several files of weights, and what to do where one is absent.
+MXFP4_CAPABILITY = (7, 5)  # of a GPU: its kernels need it
+# The objects in an index of several weight files, and what to do if one is absent.
 INDEXED = {
     "weight_map": "Download the model again.",
     "metadata": 'Download the model again, or add "metadata": {} to the file.',
@@ -52,10 +52,10 @@ def read_headers(folder: Path, where: str) -> list[StoredTensor]:
 
 
 def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
-    """The safetensors files of the model in ``folder``, all of those that an index names.
+    """The safetensors files of the model in ``folder``: all that its index names, if it has one.
 
     Raises:
-        ModelError: some are missing, or lie elsewhere.
+        ModelError: some are missing, or outside the folder.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -81,7 +81,7 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
-    """The names of a sharded model's files by those of its tensors."""
+    """The file of each tensor of a sharded model, by name."""
     content = read_json(index)
     for key, hint in INDEXED.items():
         if not isinstance(content.get(key), dict):
@@ -94,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ModelError: it is no JSON object.
+        ModelError: it cannot be read or is not a JSON object.
     """
     try:
         content = json.loads(files.read(file))
@@ -125,7 +125,7 @@ def tensors(file: Path) -> list[StoredTensor]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > MAX_HEADER_BYTES:  # as the text that Git LFS leaves in its place begins
+            if length > MAX_HEADER_BYTES:  # as in a Git LFS pointer, which begins with text
                 raise ValueError("it is not a safetensors file")
             header = json.loads(stream.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -136,8 +136,7 @@ def tensors(file: Path) -> list[StoredTensor]:
     except OSError as error:
         raise files.unreadable(str(file), error, ModelError) from error
     except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
-        said = f"{file}: {error}."[:400]
-        raise ModelError(f"{file.name} is damaged.", said, "Download the model again.") from error
+        raise ModelError(f"{file.name} is damaged.", f"{file}: {error}."[:400], "Download the model again.") from error
 
 
 def _tensor(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
@@ -146,7 +145,7 @@ def _tensor(name: str, dtype: str, shape: list[int], data_offsets: list[int]) ->
 
 
 def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
-    """transformers unpacks a checkpoint's weights while it reads them: nothing multiplies them as they are stored.
+    """True if transformers unpacks a checkpoint's weights while reading them, because nothing multiplies them packed.
 
     ``method`` is transformers' name of the quantization, ``capability`` the GPU's, None for a CPU.
     """
@@ -158,15 +157,15 @@ def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """transformers' name of the method by which a checkpoint with this ``quantization_config`` is quantized."""
+    """transformers' name of the quantization method in a checkpoint's ``quantization_config``."""
     method = config.get("quant_method", "")
     return str(getattr(method, "value", method))
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """kvchat's choice, such as "int8", by which a checkpoint is quantized, or transformers' name of another method.
+    """The quantization in a checkpoint's ``quantization_config``: kvchat's name, such as "int8", else transformers'.
 
-    ``config`` is the checkpoint's ``quantization_config``; "" where it has none.
+    "" if the checkpoint is not quantized.
     """
     method = method_of(config)
     if method == TORCHAO:
@@ -185,9 +184,9 @@ def _torchao_kind(config: Mapping[str, Any]) -> str:
 
 
 def owner(name: str) -> str:
-    """The module of a tensor, or what stands for it: a bias, which is never packed, is alone, mxfp4 has no modules.
+    """The name of the module that a tensor belongs to; a bias, which is never packed, is its own.
 
-    bitsandbytes names constants ``MODULE.weight.CONSTANT``.
+    bitsandbytes names constants ``MODULE.weight.CONSTANT``; tensors in mxfp4 are ``NAME_blocks`` and ``NAME_scales``.
     """
     if name.endswith(".bias"):
         return name

@@ -370,7 +370,7 @@ def test_speed_and_time_left_are_of_the_last_seconds():
     progress = ByteProgress(said.append, "Downloading", lambda: next(now))
     for done in (100, 150, 200, 250, 400):
         with contextlib.suppress(StopIteration):
-            progress.tell(done * 2**20, 400 * 2**20)
+            progress.report(done * 2**20, 400 * 2**20)
     first, *others = said
     assert first == "Downloading ▰▰▱▱▱▱▱▱ 100 MiB of 400 MiB"
     expected = (

@@ -1,7 +1,8 @@
-"""Rank: this process among those that share a model, and the sums that they make together in a forward.
+"""A rank, which is one of the processes that share a model, and the sums over all ranks in a forward.
 
-A rank whose forward fails, because its memory ran out say, goes on with the sums of that forward, of zeros: the others
-wait for them deep in a library. Afterwards all of them say whether they finished, and where one did not nobody has.
+A rank whose forward fails, for example because memory ran out, adds zeros to the remaining sums of that forward: the
+others wait for them deep in a library. Then each rank says whether it finished, and if one did not all undo the
+forward.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# How long one rank may wait for another, which may still be reading its weights from a cold disk. One that ended is
-# noticed at once.
+# How long a rank waits for another, which may still be reading its weights from a cold disk. A rank that died is
+# noticed immediately.
 PATIENCE = timedelta(minutes=10)
-PIECE = 2**20  # numbers summed at a time: a rank that goes on with sums needs no memory but for so many
+PIECE = 2**20  # numbers summed at a time: all the memory that a failed rank needs for its zeros
 
 
 class OtherRankFailedError(Exception):
-    """A forward was given up because another rank could not finish it."""
+    """A forward was abandoned because another rank could not finish it."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Number ``number`` of ``count`` processes; the first is the engine's own."""
+    """Number ``number`` of ``count`` processes; number 0 is the engine's own."""
 
     number: int
     count: int
@@ -40,9 +41,9 @@ class Rank:
 
 
 class Sums:
-    """The sums over all ranks of a forward, of ``widths`` numbers for each of its tokens.
+    """Sums over all ranks in a forward; for each of its tokens the sums have ``widths`` numbers, in this order.
 
-    ``spare [PIECE]`` is what a rank sums that failed, on the model's device and in its dtype.
+    ``spare [PIECE]``, on the model's device and in its dtype, holds the zeros that a failed rank adds.
     """
 
     def __init__(self, rank: Rank, widths: Sequence[int], spare: Tensor) -> None:
@@ -53,19 +54,19 @@ class Sums:
         self._failed = torch.zeros(1, dtype=torch.int32)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """``tensor``, contiguous, in which the sum over all ranks is put; each must ask for it."""
+        """Replace the contiguous ``tensor`` by its sum over all ranks, which all must call this, and return it."""
         pieces = torch.split(tensor.view(-1), PIECE)
-        self._done += 1  # from here on it is made or the process ends
+        self._done += 1  # from here on the sum is completed or the process ends
         for piece in pieces:
             _reduce(piece)
         return tensor
 
     @contextmanager
     def together(self, tokens: int) -> Iterator[None]:
-        """The block is a forward of ``tokens`` tokens, which all ranks finish or none.
+        """Run a forward of ``tokens`` tokens in the block, which all ranks finish or none.
 
         Raises:
-            OtherRankFailedError: another one did not; else what the block raises.
+            OtherRankFailedError: another rank did not finish; else whatever the block raises.
         """
         self._done = 0
         try:
@@ -80,7 +81,7 @@ class Sums:
             raise OtherRankFailedError("Another GPU's process could not do its part.")
 
     def _count_failed(self, own: int) -> int:
-        count = self._failed.numpy()  # on the host, where no device is waited for
+        count = self._failed.numpy()  # in RAM: waits for no device
         count[0] = own
         _reduce(self._failed)
         return int(count[0])
@@ -89,16 +90,16 @@ class Sums:
 def _reduce(tensor: Tensor) -> None:
     try:
         torch.distributed.all_reduce(tensor)
-    except Exception as error:  # noqa: BLE001  # of the library and of what it waits by
-        sys.exit(f"kvchat: the ranks cannot go on together: {error}")  # which of them summed nobody knows
+    except Exception as error:  # noqa: BLE001  # the library's, or its transport's
+        sys.exit(f"kvchat: the ranks cannot go on together: {error}")  # unknown: which ranks have the sum
 
 
 def join(meeting: str, rank: Rank, device: torch.device) -> Rank:
-    """Meet the other ranks of a model at the file ``meeting``; returns once all are there."""
+    """Meet the other ranks of a model at the file ``meeting``; returns when all have joined."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where the host's name leads
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens on the address of the host's name
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=torch.distributed.FileStore(meeting, rank.count),
@@ -110,6 +111,6 @@ def join(meeting: str, rank: Rank, device: torch.device) -> Rank:
 
 
 def leave() -> None:
-    """Leave the other ranks, if any were met."""
+    """Leave the other ranks, if ``join`` was called."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

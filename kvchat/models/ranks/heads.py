@@ -1,14 +1,14 @@
-"""Each rank's part of a model's weights: some of the heads and some of the MLP's units of every layer.
+"""Cuts a model's weights for one rank: some heads and some units of the MLP of every layer.
 
-transformers' plan of a model for tensor parallelism names its Linears: ``colwise`` ones give each rank some of their
-outputs (queries, keys, values, gate and up), ``rowwise`` ones take these and are summed over the ranks (the attention's
-output, down). So a layer sums twice, and between attention and its output each rank has its own heads, in the model's
-order: their K/V, host pool, slots and index are its own, and a mode that chooses for each KV head chooses what it would
-choose in one process. Norms, embeddings and head are whole on every rank.
+transformers' plan for tensor parallelism names a model's Linears: of a ``colwise`` one each rank computes some outputs
+(queries, keys, values, gate and up); a ``rowwise`` one takes these as inputs and is summed over the ranks (attention's
+output, down). So a layer has two sums. In between each rank has its own heads, in the model's order, with their own
+K/V, host pool, slots and index, so a mode that chooses for each KV head chooses the same as in one process. Every rank
+has all norms, the embeddings and the head.
 
-transformers' own way to load such a model gives DTensors, which no kernel and no fusion here takes; these are plain
-Linears with fewer rows or columns. Files are mapped, so that each rank holds no more than its part. That the plan says
-what a model does is not taken on trust: its first layer is compared before and after it is cut.
+transformers itself would load such a model as DTensors, which kvchat's kernels and fusion do not take; these are plain
+Linears with fewer rows or columns. Files are mapped, so that a rank holds only its part. The plan is verified: the
+first layer is compared before and after the cut.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS = 5  # of the comparison
 
 
 class SummedLinear(nn.Linear):
-    """A Linear of which each rank has some of the inputs' columns; the result is the sum over all of them."""
+    """A Linear whose input columns are divided among the ranks; the result is the sum over all of them."""
 
     def __init__(self, whole: nn.Linear, sums: Sums) -> None:
         super().__init__(whole.in_features // sums.rank.count, whole.out_features, device="meta")
@@ -46,16 +46,16 @@ class SummedLinear(nn.Linear):
         self._sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., K / ranks]`` of this rank; the result ``[..., N]`` is the same on all of them."""
+        """``x [..., K / ranks]`` of this rank through the Linear: ``[..., N]``, the same on all ranks."""
         summed = self._sums.add(F.linear(x, self.weight))
         return summed if self.bias is None else summed + self.bias
 
 
 def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -> None:
-    """Refuse a model whose heads cannot be split so, and without ``force`` one whose parts do not fit.
+    """Refuse a model whose heads cannot be split over ``ranks``, or whose part does not fit, unless ``force`` is set.
 
     Raises:
-        ModelError, DoesNotFitError: with the numbers.
+        ModelError: it cannot be split. DoesNotFitError: its part does not fit.
     """
     name, text = described.location.name, described.shapes.config.get_text_config(decoder=True)
     if RecurrentState(text).exists:
@@ -66,8 +66,8 @@ def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -
     heads = getattr(text, "num_key_value_heads", None) or queries
     if heads % ranks or queries % ranks:
         counts = [str(count) for count in range(2, heads + 1) if heads % count == queries % count == 0]
-        told = f"It has {heads} KV heads and {queries} query heads, which {ranks} GPUs cannot share equally"
-        raise _refused(name, told, " or ".join([*(f"--gpus {count}" for count in counts[:3]), "--split layers"]))
+        why = f"It has {heads} KV heads and {queries} query heads, which {ranks} GPUs cannot share equally"
+        raise _refused(name, why, " or ".join([*(f"--gpus {count}" for count in counts[:3]), "--split layers"]))
     linears = list(_planned(described.shapes))
     if {style for _, _, style in linears} != {COLUMNS, ROWS}:
         raise _refused(name, "transformers has no plan for it that names columns and rows alone")
@@ -75,8 +75,8 @@ def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -
         size = linear.out_features if style == COLUMNS else linear.in_features
         if size % ranks:
             raise _refused(name, f"{path} has {size:,} units, which {ranks} GPUs cannot share equally")
-    layers, beside = layer_bytes(described, quantize)
-    part, free = beside + sum(layers) // ranks, free_bytes(described.device)
+    layers, outside = layer_bytes(described, quantize)
+    part, free = outside + sum(layers) // ranks, free_bytes(described.device)
     if part > free and not force:
         raise DoesNotFitError(
             f"{name} does not fit {ranks} GPUs.",
@@ -86,10 +86,10 @@ def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -
 
 
 def cut(model: Any, rank: Rank, name: str, device: torch.device) -> Sums:
-    """Leave of ``model``, read to the CPU, this rank's part, and return the sums of its forwards on ``device``.
+    """Cut ``model``, which is on the CPU, down to this rank's part; return the sums of its forwards on ``device``.
 
     Raises:
-        ModelError: its first layer does not compute the same then.
+        ModelError: the first layer's results changed.
     """
     before, planned = _first_layer(model), list(_planned(model))
     widths = [whole.out_features for _, whole, style in planned if style == ROWS]
@@ -109,13 +109,13 @@ def cut(model: Any, rank: Rank, name: str, device: torch.device) -> Sums:
 
 
 def elements(model: Any, ranks: int) -> int:
-    """Number of weights of the whole model that this is a part of, biases of what is split aside."""
+    """Number of weights of the whole model that ``model`` is a part of; of cut biases only this part."""
     own: int = sum(weight.numel() for weight in model.parameters())
     return own + (ranks - 1) * sum(linear.weight.numel() for _, linear, _ in _planned(model))
 
 
 def note(kv_heads: int, ranks: int) -> str:
-    """A sentence for people about a model that was split."""
+    """A sentence for the user about a model that was split."""
     return (
         f"Its heads are split over {ranks} processes, {kv_heads} KV heads in each; figures of memory, K/V and coverage "
         "are those of one. K/V are neither saved nor parked: another conversation is processed again."
@@ -123,9 +123,9 @@ def note(kv_heads: int, ranks: int) -> str:
 
 
 def _planned(model: Any) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The Linears that transformers' plan splits inside the decoder's layers: path, module, style.
+    """The modules that transformers' plan splits inside the decoder's layers: path, module, style.
 
-    A style that is neither columns nor rows is given too, of whatever it splits.
+    The style is ``COLUMNS`` or ``ROWS`` for the Linears that ``cut`` knows; others are listed too, for ``check``.
     """
     plan, (layers, _) = model.tp_plan or {}, decoder_layers(model)
     for path, module in model.named_modules():
@@ -135,7 +135,7 @@ def _planned(model: Any) -> Iterator[tuple[str, nn.Linear, str]]:
 
 
 def _first_layer(model: Any) -> Tensor:
-    """What a few tokens are after the first layer and the last norm, ``[TOKENS, hidden]``, in float32."""
+    """The hidden states ``[TOKENS, hidden]`` after the first layer and the last norm, in float32."""
     name, layers = decoder_layers(model)
     owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     ids = torch.arange(TOKENS)[None]
