@@ -1,8 +1,8 @@
-"""Reads a model's weights by transformers into memory that holds them, packs them and lays them out.
+"""Reads a model's weights with transformers, packs them and arranges them in memory.
 
-On a CPU they lie one behind the other, in huge pages: a token reads all of them once. Small ones lie in small system
-pages wherever there was room; side by side they are read faster (``kv.memory.pinned``), and what is merged later
-(``fuse``) is one matrix already. Weights that do not fit are refused before minutes of reading them.
+On a CPU the weights are moved next to each other, into huge pages, because every token reads all of them: transformers
+leaves small ones scattered over small pages, which are read more slowly (``kv.memory.pinned``). Matrices that are
+merged later (``fuse``) are then adjacent already. Weights that do not fit are refused before minutes of reading.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from kvchat.models.quantize.rows import PIECE, all_rows, is_tied, packs_head
 from kvchat.units import size
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
-LARGE = 5 * 2**18  # bytes from which on a tensor has pages of its own while weights are packed: above those of a chunk
-LARGEST_KEPT = 2**25  # glibc's own limit
+LARGE = 5 * 2**18  # bytes from which on a tensor is mapped by itself while weights are packed: more than a chunk has
+LARGEST_THRESHOLD = 2**25  # glibc's own limit
 
 
 def read(
@@ -54,8 +54,8 @@ def read(
 ) -> Any:
     """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
 
-    Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway. Of a
-    model over several GPUs ``places`` are the layers' devices. Weights that are ``packed`` already are left out.
+    Quantized weights are read to their device: most cannot be moved, and formats that cannot need accelerate anyway.
+    ``places`` are the layers' devices of a model over several GPUs. Weights in the cache ``packed`` are not read.
 
     Raises:
         ModelError: transformers refuses them, or a package is missing.
@@ -80,7 +80,7 @@ def read(
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:
         with (
-            contextlib.redirect_stdout(io.StringIO()),  # what packages of quantized weights print has no switch
+            contextlib.redirect_stdout(io.StringIO()),  # packages of quantized weights print, and have no switch
             contextlib.redirect_stderr(io.StringIO()),
             meanwhile,
             ggufs.under_their_names() if checkpoint.gguf else contextlib.nullcontext(),
@@ -101,19 +101,19 @@ def read(
             )
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
-    except Exception as error:  # whatever an untried config leads to
+    except Exception as error:  # whatever an unknown config leads to
         if is_out_of_memory(error):
             raise
         raise support.unreadable(checkpoint.name, "its weights", error) from error
     if in_place and places:
         from accelerate.hooks import remove_hook_from_module
 
-        remove_hook_from_module(model, recurse=True)  # its own way to move what layers are given
+        remove_hook_from_module(model, recurse=True)  # accelerate's way to move layers' inputs; split has its own
     support.check_tensors(model, place, info)
     if checkpoint.gguf:
         checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
     if checkpoint.gguf and not chosen:
-        model.config.quantization_config = {"quant_method": "gguf"}  # what was unpacked, as of other checkpoints
+        model.config.quantization_config = {"quant_method": "gguf"}  # marks unpacked weights, as in other checkpoints
     if head:
         int8_rows.install(model.get_output_embeddings(), *head.packed)
         int8_rows.look_up(model.get_input_embeddings(), model.get_output_embeddings())
@@ -127,7 +127,7 @@ def finished(
     places: Sequence[torch.device] = (),
     packed: Kept | None = None,
 ) -> Any:
-    """The model as it multiplies, on its device or ``places``, with what is or was ``packed`` or unpacked only now."""
+    """Prepare a model that was read: pack its weights, or take those ``packed``, and move it to its devices."""
     device, was_tied = described.device, is_tied(model)
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
@@ -150,8 +150,9 @@ def finished(
 
 
 class TiedHead:
-    """The head of a GGUF file that shares its weights with the embeddings, packed in parts when it is read: whole it
-    would take four bytes a weight first.
+    """The head of a GGUF file that shares its weights with the embeddings.
+
+    It is packed in parts while it is read: as a whole it would first take four bytes a weight.
     """
 
     def __init__(self, table: gguf_file.Tensor, dtype: torch.dtype) -> None:
@@ -159,12 +160,12 @@ class TiedHead:
         self.packed: tuple[Tensor, ...] = ()
 
     def make(self) -> Tensor:
-        """Pack it; what stands in its place has no memory."""
+        """Pack the head; return a placeholder that takes no memory."""
         self.packed = int8_rows.packed(ggufs.parts(self._table, UNPACKED), self._table.shape)
-        return _nothing(self._table.shape, self._dtype)
+        return _placeholder(self._table.shape, self._dtype)
 
 
-def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
@@ -173,32 +174,32 @@ def _tied_head(described: ModelDescription, quantized: Quantization) -> TiedHead
     head = shapes.get_output_embeddings()
     if described.device.type != "cpu" or not packs_head(quantized.method) or not is_tied(shapes):
         return None
-    named = (one for one in described.gguf.tensors if one.name == gguf_file.EMBEDDINGS)
-    table = next((one for one in named if one.shape == head.weight.shape), None)
+    named = (tensor for tensor in described.gguf.tensors if tensor.name == gguf_file.EMBEDDINGS)
+    table = next((tensor for tensor in named if tensor.shape == head.weight.shape), None)
     return TiedHead(table, described.dtype) if table and type(head) is nn.Linear else None
 
 
 def _stored(described: ModelDescription, packed: Kept, head: TiedHead | None) -> dict[str, Unpacked]:
-    """The weights of a GGUF file; those that are ``packed`` already or by ``head``, and embeddings, have no memory."""
-    place_of = dict(described.shapes.named_parameters(remove_duplicate=False))
+    """The weights of a GGUF file, with placeholders for those in ``packed`` and for those that ``head`` packs."""
+    parameters = dict(described.shapes.named_parameters(remove_duplicate=False))
     makers: dict[Tensor | None, Callable[[], Tensor]] = {
-        place_of[name]: partial(_nothing, place_of[name].shape, described.dtype) for name in packed
+        parameters[name]: partial(_placeholder, parameters[name].shape, described.dtype) for name in packed
     }
     if head:
         makers[described.shapes.get_output_embeddings().weight] = head.make
     return {
-        name: Unpacked(weight.nbytes, makers[place]) if (place := place_of.get(name)) in makers else weight
+        name: Unpacked(weight.nbytes, makers[parameter]) if (parameter := parameters.get(name)) in makers else weight
         for name, weight in described.gguf_weights.items()
     }
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
-    """True if weights are read to their device at once."""
+    """True if transformers reads weights directly to their device."""
     return bool(quantized.method) and not _is_packed_later(described, quantized) and find_spec("accelerate") is not None
 
 
 def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
-    """True if weights are packed once they are unpacked."""
+    """True if weights are packed after all of them were unpacked."""
     if described.location.gguf and described.device.type == "cpu":
         return False  # each is packed as soon as it is unpacked
     return repacking.is_unpacked(described) and bool(quantized.options)
@@ -208,33 +209,33 @@ def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bo
 def reported(
     sizes: Mapping[str, int], progress: Callable[[str], None], cores: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """While a model is read, report the share of the files' bytes to ``progress``.
+    """Report to ``progress`` how much of the files is read while the block reads a model.
 
-    Each weight is taken in on the ``cores`` that are free. What makes it names the tensors, whose ``sizes`` are known.
+    ``sizes`` are bytes by tensor, as in the files. Each weight is converted on the ``cores`` that are free.
     """
-    words = ByteProgress(_unredirected(progress), "Loading the weights")
-    with repacking.passed_through(lambda items: _counted(items, sizes, words, cores)):
+    shown = ByteProgress(_unredirected(progress), "Loading the weights")
+    with repacking.intercepted(lambda items: _counted(items, sizes, shown, cores)):
         yield
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device``, where it is a GPU, the current one, which torchao asks whether it can multiply 4 bits."""
+    """Make ``device`` the current GPU, if it is one: torchao checks whether the current GPU can multiply 4 bits."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _unredirected(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """``progress``, which may print, also where what libraries print goes nowhere."""
+    """``progress``, which may print, with the present stdout and stderr: ``read`` redirects what libraries print."""
     out, err = sys.stdout, sys.stderr
 
-    def tell(stage: str) -> None:
+    def report(stage: str) -> None:
         with redirect_stdout(out), redirect_stderr(err):
             progress(stage)
 
-    return tell
+    return report
 
 
 def _counted(
-    items: list[Any], sizes: Mapping[str, int], words: ByteProgress, cores: AbstractContextManager[None]
+    items: list[Any], sizes: Mapping[str, int], shown: ByteProgress, cores: AbstractContextManager[None]
 ) -> Iterator[Any]:
     nbytes = [sum(sizes.get(name, 0) for names in read.layer_targets.values() for name in names) for _, read in items]
     done, total = 0, sum(nbytes)
@@ -242,42 +243,42 @@ def _counted(
         with cores:
             yield item
         done += item_bytes
-        words.report(done, total)
+        shown.report(done, total)
 
 
 def defragment(model: Any) -> None:
-    """Move the weights of ``model``, on a CPU, together in the order of its modules, aligned as torch aligns its own.
+    """Move the small weights of ``model``, on a CPU, together in the order of its modules, aligned as torch does.
 
-    Those that are tensors of a quantizer stay.
+    Tensors of a quantizer's own class stay where they are.
     """
     for weights in _pieces(model):
-        memory, at = aligned(sum(map(_room, weights))), 0
+        memory, at = aligned(sum(map(_stride, weights))), 0
         use_huge_pages(memory)
         for weight in weights:
-            place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
-            weight.data = place.copy_(weight.data)
-            at += _room(weight)
+            moved = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+            weight.data = moved.copy_(weight.data)
+            at += _stride(weight)
     for _, rows in all_rows(model):
         rows.forget_arrays()
 
 
 @contextlib.contextmanager
 def mmap_large_allocations() -> Iterator[None]:
-    """Meanwhile large tensors are mapped one by one: a freed one is the system's again at once.
+    """Map each large tensor by itself during the block, so that freeing it returns its memory to the system.
 
-    573 MiB of bfloat16 took up to 1.1 GiB while they became int8, of which little was in use: what was kept broke up
-    the room of what was not. Afterwards glibc keeps what it keeps by itself once it has seen tensors of such sizes.
+    Otherwise packing 573 MiB of bfloat16 as int8 took up to 1.1 GiB, little of it in use: the results fragmented the
+    memory that the sources left. Afterwards glibc has the thresholds that it would have chosen for such tensors.
     """
     _glibc("mallopt", M_MMAP_THRESHOLD, LARGE)
     try:
         yield
     finally:
-        _glibc("mallopt", M_MMAP_THRESHOLD, LARGEST_KEPT)
-        _glibc("mallopt", M_TRIM_THRESHOLD, 2 * LARGEST_KEPT)
+        _glibc("mallopt", M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
+        _glibc("mallopt", M_TRIM_THRESHOLD, 2 * LARGEST_THRESHOLD)
 
 
 def malloc_trim() -> None:
-    """Return to the system what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
+    """Return memory that loading freed to the system: glibc kept 190 MiB for a model with 69 MiB of int8 weights."""
     _glibc("malloc_trim", 0)
 
 
@@ -286,23 +287,23 @@ def _glibc(function: str, *arguments: int) -> None:
         getattr(ctypes.CDLL(None), function)(*arguments)
 
 
-def _room(weight: Tensor) -> int:
-    """Bytes from the beginning of ``weight`` to that of the next one."""
+def _stride(weight: Tensor) -> int:
+    """Bytes from the beginning of ``weight`` to the beginning of the next one."""
     return -(-weight.nbytes // ALIGNED) * ALIGNED
 
 
 def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
-    """The small weights in runs of at most ``PIECE`` bytes; large ones are left where they are.
+    """The small weights in runs of at most ``PIECE`` bytes.
 
-    Those of one module's children follow each other, matrices first, as they are merged: else merging would copy them
-    and the run, which others need, would keep them too.
+    The weights of one module's children follow each other, matrices first, in the order of merging. Otherwise merging
+    would copy them, and the originals would stay in memory with the rest of their run.
     """
     piece: list[nn.Parameter] = []
     for weights in _families(model):
-        if piece and sum(map(_room, [*piece, *weights])) > PIECE:
+        if piece and sum(map(_stride, [*piece, *weights])) > PIECE:
             yield piece
             piece = []
-        if sum(map(_room, weights)) <= PIECE:
+        if sum(map(_stride, weights)) <= PIECE:
             piece += weights
         else:
             yield from ([weight] for weight in weights)
@@ -311,10 +312,10 @@ def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
 
 
 def _families(model: Any) -> Iterator[list[nn.Parameter]]:
-    """The small weights of each module's children; large ones get huge pages where they are.
+    """The small weights of each module's children; gives huge pages to large ones, which are not moved.
 
-    Not embeddings that no head multiplies by: of those a token reads a row, and huge pages for Gemma's 640 MiB take
-    1.5 s of a processor.
+    Embeddings that no head multiplies by get none: a token reads one row of them, and huge pages for Gemma's 640 MiB
+    cost 1.5 s of processor time.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings -= {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
@@ -332,10 +333,11 @@ def _families(model: Any) -> Iterator[list[nn.Parameter]]:
 
 
 def check(described: ModelDescription, quantize: str) -> None:
-    """Refuse weights that do not fit the device once loaded, and those too large to be unpacked.
+    """Refuse weights that do not fit the device once loaded, or do not fit the RAM while they are unpacked.
 
     Raises:
-        DoesNotFitError; ModelError: a file is missing or damaged.
+        DoesNotFitError: with the sizes.
+        ModelError: a file is missing or damaged.
     """
     if described.others:
         _check_shares(described, quantize)
@@ -346,7 +348,7 @@ def check(described: ModelDescription, quantize: str) -> None:
 
 
 def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
-    """The refusal of weights that do not fit their device, with how they would."""
+    """The refusal of weights that do not fit their device, with a quantization that would."""
     device, free, needed = described.device, free_bytes(described.device), described.loaded_bytes(quantize)
     where, total = "this machine's memory", ""
     if device.type == "cuda":
@@ -360,7 +362,7 @@ def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
 
 
 def _check_shares(described: ModelDescription, quantize: str) -> None:
-    """Refuse weights of which the first GPU has no room for what the others do not take."""
+    """Refuse weights if what the other GPUs have no room for does not fit the first one."""
     shares, free = split.shares(described, quantize), free_bytes(described.device)
     if shares.first <= free:
         return
@@ -376,13 +378,13 @@ def _check_shares(described: ModelDescription, quantize: str) -> None:
 
 
 def _packed(described: ModelDescription, room: int) -> str:
-    """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights have room; else nothing."""
+    """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights fit into ``room`` bytes; else ""."""
     fitting = ((name, nbytes) for name, nbytes in described.by_quantization().items() if nbytes <= room)
     return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
 
 
 def _check_unpacked(described: ModelDescription) -> None:
-    """Refuse weights that do not fit this machine's memory, unpacked, before they are packed again."""
+    """Refuse weights that do not fit this machine's memory while they are unpacked, to be packed again."""
     unpacked, free = described.loaded_bytes("none"), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(

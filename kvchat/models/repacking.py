@@ -1,8 +1,8 @@
-"""Weights that transformers unpacks while it reads them are packed again, about as small: GGUF files, fp8, mxfp4.
+"""Packs weights again that transformers unpacks while reading them, about as small as before: GGUF files, fp8, mxfp4.
 
-Nothing here multiplies them as they are stored. What was 4 bits becomes int4, or int8 where int4 cannot be multiplied,
-and what was up to 8 bits int8: on a CPU each as soon as it is unpacked, all others a Linear at a time, so that the
-device never holds the unpacked weights.
+kvchat cannot multiply them as they are stored. Weights of 4 bits become int4, or int8 if int4 cannot be multiplied;
+those of up to 8 bits become int8. A CPU packs each weight as soon as it is unpacked. For a GPU all are unpacked in RAM
+and packed one Linear at a time, so that the GPU never holds the unpacked weights.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvchat.models.quantize.packing import PACKINGS
 from kvchat.models.quantize.rows import body
 from kvchat.models.weights import AT_MOST, OF_UNPACKED
 
-READING = "Loading weights"  # transformers' name of the bar
+READING = "Loading weights"  # transformers' name of its progress bar
 
 
 class Choice(NamedTuple):
-    """The quantization to use, and what a person should know of it; empty for nothing."""
+    """The quantization to use, and a note to the user about it, or ""."""
 
     quantize: str
     note: str = ""
@@ -41,16 +41,17 @@ def is_unpacked(described: ModelDescription) -> bool:
 
 
 def needs_full_dequantization(described: ModelDescription, quantize: str) -> bool:
-    """True if all weights are dequantized in host memory before the first is quantized again or on its device."""
+    """True if RAM must hold all weights unpacked before they go to the device."""
     if described.device.type == "cpu":
         return False
     return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")
 
 
 def choose(quantize: str, described: ModelDescription) -> Choice:
-    """The quantization for the setting ``quantize``; "auto": about the files' own size if what packs is installed.
+    """The quantization for the setting ``quantize``.
 
-    For what is not unpacked "auto" is "none".
+    "auto" is about as small as the files, if the packages for it are installed and loading unpacks the weights; else
+    it is "none".
 
     Raises:
         ModelError: a file is damaged, or its weights cannot be packed so.
@@ -73,12 +74,12 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
             f"With {packages} its weights would stay small, in {small}: {libraries.extra(libraries.EXTRA_OF[small])}",
         )
     method = quantization.own_method(described.config)
-    told = f"The {method} weights are kept in {small}; --quantize none unpacks them."
-    return Choice(small, "" if described.location.gguf else told)
+    note = f"The {method} weights are kept in {small}; --quantize none unpacks them."
+    return Choice(small, "" if described.location.gguf else note)
 
 
 def _against(quantize: str, described: ModelDescription) -> str:
-    """A sentence about a quantization that was asked for, where the one by default is closer to the files."""
+    """A sentence about the user's quantization if the default one is closer to the files, else ""."""
     small = by_default(described) if quantize in AT_MOST else "none"
     if small in ("none", quantize):
         return ""
@@ -89,38 +90,38 @@ def _against(quantize: str, described: ModelDescription) -> str:
 
 
 def by_default(described: ModelDescription) -> str:
-    """The quantization that keeps what loading unpacks about as small as its files; else "none".
+    """The quantization that keeps weights about as small as their files if loading unpacks them; else "none".
 
     Raises:
         ModelError: a file is damaged.
     """
-    if not is_unpacked(described):  # of other weights on the hub no header is read
+    if not is_unpacked(described):  # saves reading headers on the hub
         return "none"
     return described.weights.by_default(described.dtype_name, described.place)
 
 
 @contextmanager
 def read_unpacked(described: ModelDescription, config: Any) -> Iterator[None]:
-    """While weights are read that are unpacked.
+    """Prepare transformers for the block, which reads weights and unpacks them.
 
-    On a CPU each is packed by ``config``, if that is not None, as soon as it is unpacked. transformers takes no
-    quantizer beside the files' own: packing is added to what makes each weight.
+    On a CPU each weight is packed by ``config``, unless that is None, as soon as it is unpacked. transformers accepts
+    no quantizer besides the files' own, so packing is appended to the operations that make each weight.
     """
     with contextlib.ExitStack() as entered:
         if config is not None and described.device.type == "cpu" and not described.location.gguf:
-            entered.enter_context(passed_through(_packing(described, config)))
+            entered.enter_context(intercepted(_packing(described, config)))
         if quantization.own_method(described.config) == "fp8":
-            entered.enter_context(cut_off())
+            entered.enter_context(partial_blocks())
         yield
 
 
 def pack(
     model: Any, config: Any, described: ModelDescription, devices: Mapping[nn.Module, torch.device] | None = None
 ) -> None:
-    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on its device.
+    """Quantize the Linears of ``model``, except its head, by transformers' ``config``.
 
-    That is one of ``devices``, or the model's.
-    On a CPU also its experts, and only those that are not packed yet.
+    On a GPU each is moved to its device first: one of ``devices``, or else the model's. On a CPU experts are packed
+    too, and weights that are packed already stay.
     """
     mark(model, config)
     method, of_4_bits = config.quant_method, in_equal_steps(described)
@@ -140,13 +141,13 @@ def pack(
 
 
 def mark(model: Any, config: Any) -> None:
-    """Note in ``model`` that its weights are packed by ``config``, as transformers does where it packs them."""
+    """Record in ``model`` that its weights are packed by ``config``, as transformers does after packing."""
     model.config.quantization_config = config
-    model.config._is_quantized = True  # Jamba's layers ask no Linear for its weight then
+    model.config._is_quantized = True  # then Jamba's layers do not use their Linears' weights directly
 
 
 def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:
-    """Let the last thing that makes a weight be to pack it by ``config``."""
+    """A change for ``intercepted`` that packs each weight by ``config`` as the last operation that makes it."""
     from kvchat.models.quantize.packed_quantizer import PackUnpacked
 
     packing = PackUnpacked(config.quant_method, of_4_bits=in_equal_steps(described))
@@ -160,13 +161,13 @@ def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], 
 
 
 def in_equal_steps(described: ModelDescription) -> bool:
-    """True if the values of 32 weights of 4 bits may lie in equal steps, which int4 finds again in twice the time."""
+    """True if 32 weights of 4 bits may have values in equal steps; int4 can recover these, at twice the time."""
     return bool(described.location.gguf) or quantization.own_method(described.config) == stored_tensors.COMPRESSED
 
 
 @contextmanager
-def cut_off() -> Iterator[None]:
-    """Meanwhile transformers unpacks such weights as blocks of the size that their configuration names."""
+def partial_blocks() -> Iterator[None]:
+    """Let transformers unpack fp8 weights during the block whose last blocks are smaller than the configured size."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     def dequantize(self: Any, stored: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Any:
@@ -174,7 +175,7 @@ def cut_off() -> Iterator[None]:
         counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
         whole = [count * block for count, block in zip(counts, blocks, strict=True)]
         if list(scales.shape[-2:]) != counts or list(sizes) == whole:
-            return genuine(self, stored, scales, output_dtype)  # of other blocks, as a whole tensor of one scale
+            return genuine(self, stored, scales, output_dtype)  # no partial blocks, or other ones, such as one scale
         filled = stored.new_zeros((*stored.shape[:-2], *whole))
         filled[..., : sizes[0], : sizes[1]] = stored
         return genuine(self, filled, scales, output_dtype)[..., : sizes[0], : sizes[1]].contiguous()
@@ -188,8 +189,11 @@ def cut_off() -> Iterator[None]:
 
 
 @contextmanager
-def passed_through(change: Callable[[list[Any]], Iterable[Any]]) -> Iterator[None]:
-    """Meanwhile the items of the bar are those that ``change`` gives for them, after those of a context inside it."""
+def intercepted(change: Callable[[list[Any]], Iterable[Any]]) -> Iterator[None]:
+    """During the block pass the weights that transformers' progress bar iterates over through ``change``.
+
+    A nested block changes them first.
+    """
     from transformers.utils import logging
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

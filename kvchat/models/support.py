@@ -1,9 +1,9 @@
 """Refuses models that kvchat cannot run, by configuration, class and tensors; imports the class that runs a checkpoint.
 
-Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. Where transformers has a
-causal language model that reads such a checkpoint's text tensors, that is taken. Else it is the full class without the
-modules that text does not go through: they are dropped while the model has no memory yet, and transformers reads from
-the files only what the model has.
+Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. If transformers has a
+causal language model that reads such a checkpoint's text tensors kvchat uses that. Otherwise it uses the full class
+without the modules that text does not pass through: they are removed while the model is on the meta device, and
+transformers reads only the remaining tensors from the files.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kvchat.units import count
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
 ROWS_AT_ONCE = 64
-# Tensors of compressed-tensors' checkpoints for fewer bits of what is no weight: activations and K/V.
-BESIDE_WEIGHTS = (
+# Tensors of compressed-tensors' checkpoints that quantize activations and K/V, not weights.
+OF_ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
 WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # of a scheme
-DRAWING = ("normal_", "uniform_")  # torch's functions for weights that are to be trained
-VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, beside the experts of text
+DRAWING = ("normal_", "uniform_")  # torch's functions that initialize weights
+VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, besides the experts for text
 
 
 def model_class(config: Any) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def model_class(config: Any) -> tuple[Any, Any]:
     Raises:
         ModelError: there is none, or kvchat cannot run it.
     """
-    _check_writes(config)
+    _check_generates(config)
     found = find(config)
     if found is None:
         raise ModelError(
@@ -79,13 +79,13 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "It is an encoder-decoder; kvchat drives decoders only"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
-    if needed := _needed_beside_text(model_class):
+    if needed := _needed_besides_text(model_class):
         return f"transformers' code for it cannot read text alone: it needs {' and '.join(needed)}"
     if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
         return "Its configuration does not say how many layers it has"
     if model_class._is_stateful and not is_recurrent(config):
         return "It keeps a recurrent state in its own way, which cannot be rolled back to an earlier token"
-    if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers
+    if hasattr(model_class, "_setup_cache"):  # allocates the state in the layers
         return IN_LAYERS
     if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
@@ -96,8 +96,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
     return None
 
 
-def _check_writes(config: Any) -> None:
-    """Refuse a checkpoint that was trained to classify: transformers would read a language model of the same kind."""
+def _check_generates(config: Any) -> None:
+    """Refuse a classifier's checkpoint, which transformers would read as a language model of the same type."""
     for name in getattr(config, "architectures", None) or ():
         if "Classification" in name:
             raise ModelError(
@@ -107,15 +107,15 @@ def _check_writes(config: Any) -> None:
             )
 
 
-def _needed_beside_text(model_class: Any) -> list[str]:
-    """The inputs that a forward of the class cannot go without, but the tokens: those of BLIP-2 are images."""
+def _needed_besides_text(model_class: Any) -> list[str]:
+    """The inputs that a forward of the class requires besides tokens, such as BLIP-2's images."""
     inputs = list(inspect.signature(model_class.forward).parameters.values())[1:]
-    needed = (one for one in inputs if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in needed if one.name != "input_ids"]
+    needed = (each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in needed if each.name != "input_ids"]
 
 
 def check_quantization(config: Any, name: str) -> None:
-    """Refuse a checkpoint that transformers would read as if it were not quantized, or quantized otherwise.
+    """Refuse a checkpoint that transformers would read as unquantized, or as quantized in another way.
 
     Raises:
         ModelError: its configuration names a method that transformers does not know, or none, or several schemes.
@@ -129,7 +129,7 @@ def check_quantization(config: Any, name: str) -> None:
             "transformers would unpack all of its layers in one of them.",
             "Use a GGUF file of it, or the unquantized model with --quantize int4 or int8.",
         )
-    of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # without a name, in its first years
+    of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # early ones name no method
     if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
         return
     raise ModelError(
@@ -140,7 +140,7 @@ def check_quantization(config: Any, name: str) -> None:
 
 
 def _has_several_schemes(section: dict[str, Any]) -> bool:
-    """True if the weights of layers have several schemes, or those of experts: transformers takes one for each."""
+    """True if layers have several schemes, or experts do: transformers applies one to all layers and one to experts."""
     schemes: dict[bool, set[str]] = {True: set(), False: set()}
     with suppress(AttributeError, KeyError, TypeError):
         for group in section["config_groups"].values():
@@ -151,10 +151,10 @@ def _has_several_schemes(section: dict[str, Any]) -> bool:
 
 
 def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> None:
-    """Compare the tensors that ``model`` has with those of its folder or GGUF file; transformers loads it anyway.
+    """Refuse a model whose tensors are not those of its folder or GGUF file; transformers loads it anyway.
 
-    Tensors absent from the files are filled with random numbers, as are those of other shapes, and tensors that the
-    model lacks are ignored.
+    It fills tensors that are absent from the files or have another shape there with random numbers, and ignores
+    tensors that the model lacks.
 
     Raises:
         ModelError: tensors are absent from the files or of other shapes, or some of its decoder are ignored.
@@ -182,12 +182,12 @@ def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> Non
 
 
 def check_values(model: Any, source: Path) -> None:
-    """Look at every weight of ``model``: the self-test reads a few rows of the embeddings, and not all experts.
+    """Check every weight of ``model``: the self-test reads only a few rows of the embeddings, and not all experts.
 
-    Without a copy, at 2 to 4 GB/s on a CPU. What is quantized is all read by the self-test.
+    Nothing is copied; a CPU checks 2 to 4 GB/s. Quantized weights are left to the self-test, which reads all of them.
 
     Raises:
-        ModelError: one of them is NaN or infinite.
+        ModelError: a weight is NaN or infinite.
     """
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter and weight.is_floating_point() and not _is_finite(weight.detach()):
@@ -200,7 +200,7 @@ def check_values(model: Any, source: Path) -> None:
 
 @contextmanager
 def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
-    """A forward of ``model`` inside this block has to leave its recurrent state in ``state``, where it can be copied.
+    """Check that a forward of ``model`` in the block leaves its recurrent state in ``state``, where it can be copied.
 
     Raises:
         ModelError: it does not, or transformers refuses.
@@ -214,12 +214,12 @@ def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
 
 
 def cannot_run(model: Any, reason: str) -> ModelError:
-    """The error for a loaded model whose forward is not as kvchat needs it."""
+    """The error for a model whose forward kvchat cannot use."""
     return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
 
 
 def unreadable(name: str, what: str, error: Exception) -> ModelError:
-    """The refusal of a model for an ``error`` that transformers raised while it read ``what``."""
+    """The refusal of a model because transformers raised ``error`` while it read ``what``."""
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} cannot be loaded.",
@@ -237,7 +237,7 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    if weight.element_size() == 1:  # of such floats torch has no extremes
+    if weight.element_size() == 1:  # torch finds no extremes of 8-bit floats
         return all(_is_finite(rows.bfloat16()) for rows in torch.split(weight, ROWS_AT_ONCE))
     return not weight.numel() or all(math.isfinite(extreme) for extreme in map(float, torch.aminmax(weight)))
 
@@ -245,9 +245,9 @@ def _is_finite(weight: Tensor) -> bool:
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """The ``unexpected`` tensors that the decoder would have computed with.
 
-    Towers and heads beside the decoder may be left out, and so may layers that draft further tokens (they merge hidden
-    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers; of what it
-    unpacked transformers forgets that it was quantized.
+    Encoders and other heads may be ignored, and so may layers that draft further tokens (they merge hidden state and
+    embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers; transformers does not
+    record that weights it unpacked were quantized.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     prefix = _layer_prefix(model, layers)
@@ -260,7 +260,7 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
         if layer is not None and layer >= layers:
             lacking = layer not in drafting
         else:
-            own = quantized or key in known or key.endswith(BESIDE_WEIGHTS)
+            own = quantized or key in known or key.endswith(OF_ACTIVATIONS)
             lacking = not own and (layer is not None or key.rpartition(".")[0] in owners)
         if lacking:
             yield key
@@ -275,9 +275,10 @@ def _layer_prefix(model: Any, layers: int) -> str:
 
 
 def _layer_of(key: str, prefix: str) -> int | None:
-    """The layer of a tensor; files of a model without a head leave the first part of the prefix out.
+    """The layer of a tensor; None if it belongs to none.
 
-    A tensor of a GGUF file that transformers has no name for has its own.
+    Files of a model without a head omit the first part of the prefix. Tensors of a GGUF file that transformers has no
+    name for keep the file's names.
     """
     for start in (prefix, prefix.partition(".")[2], LAYER):
         number = key.removeprefix(start).partition(".")[0]
@@ -289,12 +290,12 @@ def _layer_of(key: str, prefix: str) -> int | None:
 def find(config: Any) -> tuple[Any, Any] | None:
     """transformers' class for the text of models with this ``config``, and the configuration to build it with.
 
-    None where transformers has none that generates text.
+    None if transformers has no class that generates text.
     """
     from transformers.models.auto import modeling_auto as auto
 
     text = config.get_text_config(decoder=True)
-    # The files of torchao's name the weights once more where transformers maps no names: in their metadata.
+    # Files of torchao's weights repeat their names in the metadata, which transformers does not map.
     causal = {} if text is not config and own_method(config) == "torchao" else auto.MODEL_FOR_CAUSAL_LM_MAPPING
     whole = causal.get(type(config), None)
     if whole is not None and (text is config or not hasattr(whole, "get_image_features")):
@@ -308,19 +309,19 @@ def find(config: Any) -> tuple[Any, Any] | None:
 
 
 def note(config: Any) -> str:
-    """A note for people that only the text part of a checkpoint is used; empty where there is no other part."""
+    """A note to the user that only the text part of a checkpoint is used; "" if it has no other part."""
     parts = [name for name in config.sub_configs if name != "text_config" and _is_model(getattr(config, name, None))]
     kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
     return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
 
 
 def _is_model(part: Any) -> bool:
-    """True for the configuration of a model; DBRX has others, which name no kind of model, of its layers' halves."""
+    """True for the configuration of a model; DBRX also has sections for parts of its layers, without a model type."""
     return bool(getattr(part, "model_type", ""))
 
 
 def _inherited(config: Any, text: Any) -> Any:
-    """The text configuration, with what only the whole one says of the weights."""
+    """The text configuration, completed by what only the whole one says about the weights."""
     if text is config:
         return text
     quantized = getattr(config, "quantization_config", None)
@@ -340,13 +341,13 @@ def _reads_whole_checkpoints(text: Any) -> bool:
 
 
 class _Stub(nn.Module):
-    """Takes the place of a module that text does not go through."""
+    """Replaces a module that text does not pass through."""
 
-    device = None  # Qwen2-Audio asks for that of its encoder even where there is nothing to hear
+    device = None  # Qwen2-Audio reads its encoder's device even without audio
 
 
 def _without_encoders(model_class: Any) -> Any:
-    """A subclass that keeps the decoder and the head; transformers sees the same name."""
+    """A subclass with only the decoder and the head, under the same name for transformers."""
 
     class TextPart(model_class):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (
@@ -358,7 +359,7 @@ def _without_encoders(model_class: Any) -> Any:
             _set_encoders_eager(config)
             super().__init__(config, *args, **kwargs)
             _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
-            _leave_vision_experts_out(self.get_decoder())
+            _remove_vision_experts(self.get_decoder())
 
     TextPart.__name__ = TextPart.__qualname__ = model_class.__name__
     TextPart.__module__ = model_class.__module__
@@ -366,7 +367,7 @@ def _without_encoders(model_class: Any) -> Any:
 
 
 def _set_encoders_eager(config: Any) -> None:
-    """Let encoders be built with transformers' own attention: a few cannot be built with another."""
+    """Build encoders with transformers' own attention: a few cannot be built with another."""
     text = config.get_text_config(decoder=True)
     for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
         if part.get_text_config(decoder=True) is not text:
@@ -374,7 +375,7 @@ def _set_encoders_eager(config: Any) -> None:
 
 
 def _keep_only(module: nn.Module, kept: set[Any]) -> None:
-    """Leave out submodules that neither are nor contain one of ``kept``."""
+    """Replace submodules that neither are nor contain one of ``kept``."""
     for name, child in module.named_children():
         if child in kept:
             continue
@@ -384,14 +385,16 @@ def _keep_only(module: nn.Module, kept: set[Any]) -> None:
             _keep_only(child, kept)
 
 
-def _leave_vision_experts_out(decoder: nn.Module) -> None:
+def _remove_vision_experts(decoder: nn.Module) -> None:
     for module in list(decoder.modules()):
         if hasattr(module, VISION_EXPERTS):
             setattr(module, VISION_EXPERTS, _without_tensors(getattr(module, VISION_EXPERTS)))
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
-    """The names in ``module``: transformers looks them up when it makes them and those of text of the same tensors."""
+    """``module`` with its names but without tensors: transformers looks them up when it splits a tensor of the files
+    into experts for text and for vision.
+    """
     empty = _Stub()
     for name in (*module._parameters, *module._buffers):
         empty.register_parameter(name, None)
@@ -400,25 +403,25 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     return empty
 
 
-# ---- imports and models without memory ----------------------------------------------------------
+# ---- imports, and models on the meta device -----------------------------------------------------
 
 
 def import_transformers() -> None:
-    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
+    """Import transformers' model classes without optional dependencies, which take longer to import than they do.
 
-    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
-    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
-    what was marked before stays unmarked.
+    These are torch's compiler, whose decorators mark functions; torchao, of which transformers' quantizer needs one
+    function, to write files; and distributed tensors. The compiler and torchao are imported when something else of
+    them is used; functions that were not marked stay so.
     """
     from transformers import utils
     from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
 
-    utils.direct_transformers_import = lambda path: sys.modules["transformers"]  # in place of a second one
+    utils.direct_transformers_import = lambda path: sys.modules["transformers"]  # in place of a second import
     if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
         return
     own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     is_torch_distributed_available.cache_clear()
-    is_torch_distributed_available()  # which keeps the answer
+    is_torch_distributed_available()  # caches the result
     torch.distributed.is_available = own
     sys.modules.update({name: Later(name, known, COMPILER) for name, known in COMPILER.items()})
     sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
@@ -448,7 +451,7 @@ def _index_by_tensors() -> Any:
     return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
 
 
-# What of torch's compiler is asked for where nothing is compiled.
+# The parts of torch's compiler that transformers uses even if nothing is compiled.
 COMPILER: dict[str, dict[str, Any]] = {
     "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
@@ -457,36 +460,33 @@ COMPILER: dict[str, dict[str, Any]] = {
 
 
 class WithoutMemory(TorchFunctionMode):
-    """Meanwhile models on the meta device draw no weights, and what they count is counted on the CPU.
+    """In this block models on the meta device do not initialize weights, and ``torch.arange`` runs on the CPU.
 
-    There torch does both by functions in Python, which import its compiler. What takes tensors of both kinds makes one
-    without memory.
+    torch's own functions for both on the meta device are in Python and import its compiler. A function of tensors on
+    both devices returns one on the meta device.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        given = [
-            one
-            for value in (*args, *options.values())
-            for one in (value if isinstance(value, list | tuple) else [value])
-        ]
         if function is torch.arange:
             device = torch.device(options.get("device") or torch.get_default_device())
             return function(*args, **options | {"device": "cpu" if device.type == "meta" else device})
-        without = [one for one in given if isinstance(one, Tensor) and one.is_meta]
-        if without and function.__name__ in DRAWING:
-            return without[0]
+        values = (*args, *options.values())
+        flat = (each for value in values for each in (value if isinstance(value, list | tuple) else [value]))
+        on_meta = [each for each in flat if isinstance(each, Tensor) and each.is_meta]
+        if on_meta and function.__name__ in DRAWING:
+            return on_meta[0]
         try:
             return function(*args, **options)
         except RuntimeError:  # torch refuses tensors of two devices
-            if not without:
+            if not on_meta:
                 raise
-            return function(*map(_forgotten, args), **{name: _forgotten(value) for name, value in options.items()})
+            return function(*map(_to_meta, args), **{name: _to_meta(value) for name, value in options.items()})
 
 
-def _forgotten(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_forgotten(one) for one in value]
+        return [_to_meta(each) for each in value]
     return value.to("meta") if isinstance(value, Tensor) else value
