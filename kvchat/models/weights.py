@@ -1,7 +1,7 @@
-"""What a model's weights take once they are loaded, by the headers of its files.
+"""Computes the memory of a model's loaded weights from the headers of its files.
 
-The list of models, the plan and the check before loading all ask here; neither torch nor a model's class is needed.
-Tensors that no file has, such as rotary frequencies, are not counted: a few hundred bytes a model.
+The list of models, the plan and the check before loading use it; it needs neither torch nor a model's class. Tensors
+that are in no file, such as rotary frequencies, are not counted: they have a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from kvchat.models.stored_tensors import GGUF, StoredTensor, is_unpacked, kind_o
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
-PLAIN = ("F64", "F32", "F16", "BF16")  # others are packed, with what is beside them in a module
+PLAIN = ("F64", "F32", "F16", "BF16")  # a module with other dtypes is packed
 LINEAR, EXPERT, EMBEDDING, HEAD, UNPACKABLE, REST = "linear", "expert", "embedding", "head", "unpackable", ""
-IN_FILE = "in the file"  # a packing that is no quantization of kvchat's
-# By the names of a module's tensors. Those of 99 multimodal classes of transformers 5.23 were looked at.
+IN_FILE = "in the file"  # the packing of weights that stay as they are in the file
+# Patterns of tensors' names, checked with 99 multimodal classes of transformers 5.23.
 DRAFTING = re.compile(r"(?:^|\.)mtp\.")  # layers that draft further tokens
 MASKS = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")  # causal ones, which GPT-2 and its kin once stored
-TOWERS = re.compile(  # and what leads from them to the text
+ENCODERS = re.compile(  # and modules that connect them to the text
     r"(?:^|[._])(?:vision|visual|image|img|video|audio|speech|sound|vqmodel|\w*projector|aligner|connector|resampler"
     r"|merger|qformer|mlp1|talker|token2wav|code2wav)(?:[._]|$)"
 )
 EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embed_in|wte|token_embd)$")
 HEADS = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
-TABLES = re.compile(r"(?<!un)emb|(?:^|\.)w[tp]e$")  # also of positions and layers, which nothing packs
-EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # no Linears once they are loaded
+TABLES = re.compile(r"(?<!un)emb|(?:^|\.)w[tp]e$")  # also of positions and layers; never packed
+EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # stacks, not Linears, once loaded
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
-WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
-OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # run otherwise, and never packed
+WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # their matrices are Conv1Ds, which are never packed
+OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # computed in other ways, and never packed
 GGUF_MLP = "blk.0.ffn_up.weight"
-PACKED_BITS = 4  # of compressed-tensors' packed weights where the configuration names none
+PACKED_BITS = 4  # of compressed-tensors' packed weights if the configuration does not say
 
-# The quantizations, the best first of those that fit: on a CPU int4 needs no package, on a GPU nf4 is closer.
+# The quantizations in order of preference: on a CPU int4 needs no package, on a GPU nf4 is more exact.
 CHOICES = {"cpu": ("none", "int8", "int4", "nf4"), "cuda": ("none", "int8", "nf4", "int4")}
-OF_UNPACKED = ("none", "int8", "int4")  # nf4 is not made of what was packed
-# In what weights that loading unpacks are packed again by default, by their bits an element of the layers in the files:
-# those of Q4_K_M, of Q8_0.
+OF_UNPACKED = ("none", "int8", "int4")  # kvchat packs no nf4 from weights that were unpacked
+# The default quantization for weights that loading unpacks, by the most bits that an element of the layers may have in
+# the files: int4 for Q4_K_M, int8 for Q8_0.
 AT_MOST = {"int4": 5.0, "int8": 9.0}
-MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
-NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale of 64
-# On a CPU 32 weights of a row share constants; of a row that is no such groups int8 has one scale.
+MOSTLY = 0.5  # of the layers' weights: packing fewer would lose precision and save hardly any memory
+NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale per 64
+# On a CPU 32 weights of a row share constants; in int8 a row that cannot be divided into groups has one scale.
 GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 4, 4
-INT4_ROWS, STACKED = 16, 64  # multiples that fit: int4's rows, and the elements of an expert in a stack of int8
-# On a GPU: a row's scale in int8, torchao's scale and zero point of 128 weights in int4, which is padded.
+INT4_ROWS, STACKED = 16, 64  # required multiples: of rows for int4, of an expert's elements in a stack for int8
+# On a GPU: int8 has a scale per row; torchao's int4 has a scale and a zero point per 128 weights, and is padded.
 GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 4, 128, 4, (8, 1024)
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 
 
 class Place(NamedTuple):
-    """Where weights are multiplied: "cpu" or "cuda", and a GPU's compute capability, where that is known."""
+    """The device that multiplies the weights: "cpu" or "cuda", and a GPU's compute capability if it is known."""
 
     device: str
     capability: tuple[int, int] | None = None
 
 
 class Part(NamedTuple):
-    """A matrix ``[rows, columns]`` of a model, or a tensor of another shape as one column.
+    """A matrix ``[rows, columns]`` of a model; a tensor of another shape counts as one column.
 
-    ``kind`` is one of those above; ``packed`` are the bytes that it takes in the files with its constants, if it is
-    packed there. Of formats that nothing unpacks its elements are unknown, and 0.
+    ``kind`` is ``LINEAR`` to ``REST``. ``packed`` is its size in the files, in bytes with its constants, if it is
+    packed there. If the format is unknown ``rows`` and ``columns`` are 0.
     """
 
     kind: str
@@ -79,12 +79,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of the text part of a model in files of ``nbytes``; ``parts`` has how many there are of each.
+    """The weights of the text part of a model.
 
-    ``dtype`` is that of most elements, of a quantized checkpoint that of its arithmetic. ``method`` is transformers'
-    name of its quantization, "gguf" for a GGUF file, and ``quantization`` kvchat's where it has one.
-    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known; ``layer_bits`` the bits that an
-    element of the layers' matrices takes in a GGUF file, in others an element of the packed weights.
+    Attributes:
+        nbytes: the size of the files.
+        dtype: of most elements; of the arithmetic in a quantized checkpoint.
+        parts: how many there are of each.
+        method: transformers' name of the quantization; "gguf" for a GGUF file.
+        quantization: kvchat's name of it, or else transformers'; "" for a GGUF file.
+        mlp: elements of the MLP's first matrix; 0 if unknown.
+        layer_bits: bits per element of the layers' matrices in a GGUF file, or of a checkpoint's packed weights.
+        packs_experts: False if the experts of this architecture cannot be packed.
     """
 
     nbytes: int
@@ -98,26 +103,26 @@ class Weights:
 
     @property
     def type(self) -> str:
-        """What people are told that the weights are: a quantization or a dtype."""
+        """The quantization or dtype to show to the user."""
         return self.quantization or self.dtype
 
     def is_unpacked(self, place: Place) -> bool:
-        """True if loading unpacks them: nothing multiplies them there as they are stored."""
+        """True if loading unpacks them, because ``place`` cannot multiply them as they are stored."""
         return is_unpacked(self.method, place.capability)
 
     def stays_packed(self, place: Place) -> bool:
-        """True if they are multiplied there as they are stored."""
+        """True if ``place`` multiplies them as they are stored."""
         return bool(self.method) and not self.is_unpacked(place)
 
     def loaded_bytes(self, quantize: str, dtype: str, place: Place) -> int:
-        """Bytes once they are loaded, what is not packed in ``dtype``; those that stay packed take what they do."""
+        """Bytes once they are loaded: unpacked parts in ``dtype``, parts that stay packed as in the files."""
         item, total = ITEM_BYTES[dtype], 0
         for part, count in self.parts.items():
             total += count * _bytes(part, self._packing(part, quantize, place), item, place)
         return total
 
     def by_quantization(self, dtype: str, place: Place) -> dict[str, int]:
-        """Bytes once they are loaded, by quantization; those that stay packed have only their own."""
+        """Bytes once they are loaded, by possible quantization; weights that stay packed have only their own."""
         if self.stays_packed(place):
             return {self.method: self.loaded_bytes("none", dtype, place)}
         possible = [name for name in CHOICES[place.device] if name != "int4" or _multiplies_int4(dtype, place)]
@@ -126,9 +131,9 @@ class Weights:
         return {name: self.loaded_bytes(name, dtype, place) for name in possible}
 
     def by_default(self, dtype: str, place: Place) -> str:
-        """The quantization that keeps what loading unpacks about as small as its files; else "none".
+        """The quantization that keeps weights about as small as their files if loading unpacks them; else "none".
 
-        Also where too few of them would be packed: a mixture's experts are not on a GPU.
+        "none" too if most weights could not be packed, such as a mixture's experts on a GPU.
         """
         if not self.is_unpacked(place):
             return "none"
@@ -137,7 +142,7 @@ class Weights:
         return next((name for name in small if self.unpackable_share(name, place) < MOSTLY), "none")
 
     def unpackable_share(self, quantize: str, place: Place) -> float:
-        """The share of the layers' weights that stays as it is where the others are packed."""
+        """The share of the layers' weights that ``quantize`` cannot pack."""
         packed = total = 0
         for part, count in self.parts.items():
             if part.kind in (LINEAR, EXPERT, UNPACKABLE):
@@ -147,10 +152,10 @@ class Weights:
         return 1 - packed / max(1, total)
 
     def read_bytes(self, quantize: str, dtype: str, place: Place) -> int | None:
-        """Bytes that one token reads; None for a mixture of experts, of which it reads some."""
+        """Bytes that one token reads; None for a mixture of experts, where it reads only some."""
         if self._of(EXPERT):
             return None
-        tables = self._of(EMBEDDING) if self._of(HEAD) else []  # of which a row is read
+        tables = self._of(EMBEDDING) if self._of(HEAD) else []  # a token reads only one row
         item = ITEM_BYTES[dtype]
         return self.loaded_bytes(quantize, dtype, place) - sum(_bytes(table, "none", item, place) for table in tables)
 
@@ -158,7 +163,7 @@ class Weights:
         return [part for part in self.parts if part.kind == kind]
 
     def _packing(self, part: Part, quantize: str, place: Place) -> str:
-        """The quantization in which a part is kept; ``IN_FILE`` where that is its file's."""
+        """The quantization of a loaded part; ``IN_FILE`` if it stays as it is in the file."""
         stays = self.stays_packed(place)
         if stays and part.packed:
             return IN_FILE
@@ -170,7 +175,7 @@ class Weights:
         return quantize if is_packed and not stays and _fits(part, quantize, place) else "none"
 
     def _packs_head(self, quantize: str, place: Place) -> bool:
-        """True if the head has 8 bits beside layers in ``quantize``."""
+        """True if the head is packed in 8 bits when the layers are in ``quantize``."""
         if place.device != "cpu":
             return False
         return self.quantization == "int8" if self.stays_packed(place) else quantize in ("int8", "int4")
@@ -188,7 +193,7 @@ def _multiplies_int4(dtype: str, place: Place) -> bool:
 
 
 def _bytes(part: Part, packing: str, item: int, place: Place) -> int:
-    """Bytes of a part that is kept in ``packing``, of which a plain element has ``item``."""
+    """Bytes of a part in ``packing``; an unpacked element has ``item`` bytes."""
     rows, columns = part.rows, part.columns
     if packing == IN_FILE:
         return part.packed
@@ -208,7 +213,7 @@ def _bytes(part: Part, packing: str, item: int, place: Place) -> int:
 
 
 def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Weights:
-    """The weights of a safetensors model by the ``config`` in its config.json and all ``stored`` tensors.
+    """The weights of a safetensors model, from the ``config`` in its config.json and all ``stored`` tensors.
 
     Raises:
         ModelError: there are no tensors.
@@ -225,16 +230,16 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
     parts: Counter[Part] = Counter()
     dtypes: Counter[str] = Counter()
     for module, tensors in owned.items():
-        if section and any(one.dtype not in PLAIN for one in tensors):
+        if section and any(tensor.dtype not in PLAIN for tensor in tensors):
             parts.update(_packed(module, tensors, bits))
             continue
-        for one in tensors:
-            parts.update(_plain(one.name, one.shape))
-            dtypes[SAFETENSORS.get(one.dtype, one.dtype)] += one.elements
+        for tensor in tensors:
+            parts.update(_plain(tensor.name, tensor.shape))
+            dtypes[SAFETENSORS.get(tensor.dtype, tensor.dtype)] += tensor.elements
     if not parts:
         raise ModelError("The weights are damaged.", "There are no tensors.", "Download the model again.")
     if config.get("model_type") in WITHOUT_LINEARS:
-        parts = Counter({one._replace(kind=UNPACKABLE) if one.kind == LINEAR else one: n for one, n in parts.items()})
+        parts = Counter({p._replace(kind=UNPACKABLE) if p.kind == LINEAR else p: n for p, n in parts.items()})
     packed = [(part, count) for part, count in parts.items() if part.packed]
     elements = sum(count * part.rows * part.columns for part, count in packed)
     return Weights(
@@ -252,33 +257,33 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
 def of_gguf(file: GgufFile) -> Weights:
     parts: Counter[Part] = Counter()
     types: Counter[str] = Counter()
-    for one in file.tensors:
-        parts.update(_plain(one.name, one.shape))
-        types[gguf_file.type_of(one.kind)[0]] += math.prod(one.shape)
+    for tensor in file.tensors:
+        parts.update(_plain(tensor.name, tensor.shape))
+        types[gguf_file.type_of(tensor.kind)[0]] += math.prod(tensor.shape)
     return Weights(
-        nbytes=sum(one.stat().st_size for one in file.paths),
+        nbytes=sum(path.stat().st_size for path in file.paths),
         dtype=max(types, key=types.__getitem__),
         parts=parts,
         method=GGUF,
-        mlp=sum(math.prod(one.shape) for one in file.tensors if one.name == GGUF_MLP),
+        mlp=sum(math.prod(tensor.shape) for tensor in file.tensors if tensor.name == GGUF_MLP),
         layer_bits=file.layer_bits,
     )
 
 
 def is_loaded(name: str, is_multimodal: bool) -> bool:
     """True if a tensor is a weight of the text part of a model."""
-    return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and TOWERS.search(name)))
+    return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and ENCODERS.search(name)))
 
 
 def _is_of_text(name: str, config: Mapping[str, Any]) -> bool:
-    """True if a tensor is loaded from a checkpoint with this ``config``: a head that is tied is not."""
+    """True if a tensor of a checkpoint with this ``config`` is loaded; a tied head is not."""
     if not is_loaded(name, is_multimodal=not PARTS.isdisjoint(config)):
         return False
     text = _text(config)
     if HEADS.search(owner(name)):
         return not any(section.get("tie_word_embeddings") is True for section in (config, text))
     number = EXPERT_NUMBER.search(name)
-    if number and isinstance(text.get("moe_intermediate_size"), list):  # ERNIE 4.5 VL has those of vision behind others
+    if number and isinstance(text.get("moe_intermediate_size"), list):  # ERNIE 4.5 VL numbers vision's last
         experts = text.get("moe_num_experts")
         return int(number[1]) < (experts[0] if isinstance(experts, list) else _count(text, "moe_num_experts"))
     return True
@@ -294,10 +299,10 @@ def _plain(name: str, shape: tuple[int, ...]) -> dict[Part, int]:
 
 
 def _packed(module: str, tensors: list[StoredTensor], bits: int) -> dict[Part, int]:
-    """The parts of a module that is packed in the files; a stack of experts is several."""
-    nbytes = sum(one.nbytes for one in tensors)
+    """The parts of a module that is packed in the files; a stack of experts has several."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     kind = EXPERT if EXPERTS.search(module) else HEAD if HEADS.search(module) else LINEAR
-    stacked, rows, columns = next(filter(None, (_unpacked_shape(one, bits) for one in tensors)), (1, 0, 0))
+    stacked, rows, columns = next(filter(None, (_unpacked_shape(tensor, bits) for tensor in tensors)), (1, 0, 0))
     return {Part(kind, rows, columns, nbytes // max(1, stacked)): stacked}
 
 
@@ -316,7 +321,7 @@ def _kind(module: str, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | None:
-    """How many matrices a tensor of a packed module holds, their rows and columns; None for constants."""
+    """The number of matrices in a tensor of a packed module, their rows and their columns; None for constants."""
     *stacked, rows, columns = (1, 1, *tensor.shape)
     if tensor.name.endswith("_blocks"):  # of mxfp4: [experts, rows, groups, 16 bytes]
         *stacked, rows, groups, columns = (1, 1, *tensor.shape)
@@ -329,7 +334,7 @@ def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | N
 
 
 def _bits(config: Mapping[str, Any]) -> int:
-    """Bits of a packed weight; of several kinds the fewest, so that no size is understated."""
+    """Bits of a packed weight; the fewest if there are several kinds, so that no size is understated."""
     try:
         found = [group["weights"]["num_bits"] for group in config["config_groups"].values()]
         return min((bits for bits in found if isinstance(bits, int) and bits > 0), default=PACKED_BITS)
@@ -338,7 +343,7 @@ def _bits(config: Mapping[str, Any]) -> int:
 
 
 def _own_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
+    """The dtype in which a quantized checkpoint, or the text part of a multimodal one, computes, as in the engine."""
     named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
     return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
 
@@ -349,6 +354,6 @@ def _count(config: Mapping[str, Any], key: str) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text's section of a multimodal model's configuration; that of others, and of older ones, is all there is."""
+    """The text's section of a multimodal model's configuration; the whole configuration if it has no such section."""
     section = config.get("text_config")
     return section if isinstance(section, dict) else config

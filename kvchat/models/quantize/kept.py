@@ -1,13 +1,12 @@
-"""Keeps the weights of GGUF files as they were packed, so that the next load of a file maps them in place of packing.
+"""Caches the packed weights of GGUF files, so that the next load of a file maps them instead of packing again.
 
-A file in the cache folder is in safetensors' format and named after all that its content depends on: which file it was
-made of, how it was packed, by which code and for which processor. The file is known by path, inode, size and both
-times: a digest of 5 GB would take seconds, and whoever writes into a file and sets its old time back changes the other
-one (``st_ctime``), which nothing sets. The sums of all bits are in the header, and looked at again: that takes as long
-as memory is read, and is what the digest of a model does too.
+A cache file is in safetensors' format. Its name is a digest of all that its content depends on: the GGUF file, the
+quantization, kvchat's code and the processor. A GGUF file is identified by path, inode, size and two times: a digest of
+5 GB would take seconds, and resetting the time of a changed file still changes ``st_ctime``, which cannot be set. The
+header has the sum of each tensor's bits, which are verified on loading, as fast as memory is read.
 
-It is written by a thread of the lowest priority once the model is ready, under another name until it is whole. All
-together may take a tenth of the room on the disk; those that were used longest ago go first.
+A thread of the lowest priority writes the file once the model is ready, under another name until it is complete. All
+cache files together may take a tenth of the disk's free space; the least recently used are deleted first.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from kvchat.models.quantize import int4_rows, int8_rows, packing
 from kvchat.models.quantize.rows import PIECE, all_rows, attach
 
 SUFFIX, UNFINISHED = ".safetensors", ".unfinished"
-SHARE = 10  # of the room on the disk: one part in so many
-OLD_S = 3600.0  # after which nobody writes an unfinished file any more
-CHUNK = 2**24  # bytes that are written at once
+SHARE = 10  # one part in so many of the disk's free space
+OLD_S = 3600.0  # an unfinished file of this age was abandoned
+CHUNK = 2**24  # bytes per write
 LOOK_S = 0.2
 LOWEST = 19  # priority
 DATA = "data"
@@ -50,26 +49,26 @@ Kept = dict[str, dict[str, Tensor]]  # by the names of weights: their data, and 
 
 
 def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
-    """The file for what is made of the files ``weights`` by ``quantize``; ``how`` is all else that it depends on.
+    """The cache file for the files ``weights`` packed by ``quantize``; ``how`` is all else that the result depends on.
 
-    The names of what is made of the same files in the same way begin alike.
+    Versions for the same files and quantization have names with the same beginning.
     """
     stats = [(os.path.realpath(file), os.stat(file)) for file in weights]
-    known = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
-    # torch packs by the first; without compiled loops weights have no scale for every 32.
+    versions = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+    # torch's layout depends on the capability; without compiled loops groups of 32 have no scale of their own.
     layout = torch.backends.cpu.get_cpu_capability(), cpu_ops.imported(cpu_ops.BASE) is not None
     digests = (
-        blake2b(repr(told).encode(), digest_size=12).hexdigest()
-        for told in ((quantize, [path for path, _ in stats]), (known, how, layout))
+        blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+        for parts in ((quantize, [path for path, _ in stats]), (versions, how, layout))
     )
     return paths.packed_dir() / f"{'-'.join(digests)}{SUFFIX}"
 
 
 def read(file: Path) -> Kept:
-    """What is kept in ``file``, mapped; nothing where there is no such file, or it is damaged, which removes it."""
+    """The weights in ``file``, mapped; none if it does not exist or is damaged. A damaged file is deleted."""
     try:
         with safe_open(file, "pt") as opened:
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
             sums = json.loads(opened.metadata()["sums"])
         if sums != {name: sum_of_bits(tensor) for name, tensor in found.items()}:
             raise ValueError("its bits are not those that were written")
@@ -92,7 +91,7 @@ def install(model: Any, kept: Kept) -> None:
         path, _, own = name.rpartition(".")
         module, data = model.get_submodule(path), parts.pop(DATA)
         if data.nbytes > PIECE or data.data_ptr() % int8_rows.ALIGNED:
-            data = data.clone()  # all others are moved into huge pages, and aligned
+            data = data.clone()  # others are moved into huge pages, and aligned, by ``defragment``
         ((method, constants),) = parts.items()
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(data, requires_grad=False)
@@ -102,7 +101,7 @@ def install(model: Any, kept: Kept) -> None:
 
 
 class Keeping:
-    """A thread that writes the packed weights of ``model`` to ``file``; ``ended`` tells that it does not any more."""
+    """A thread that writes the packed weights of ``model`` to ``file``; ``ended`` is set when it ends."""
 
     def __init__(self, model: Any, file: Path) -> None:
         self.ended = threading.Event()
@@ -111,7 +110,7 @@ class Keeping:
         threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
-        """Let go of the weights; the next load of the file packs them again."""
+        """Stop writing and release the weights; the next load of the GGUF file packs them again."""
         self._stopped = True
         self.ended.wait()
 
@@ -138,13 +137,13 @@ class Keeping:
                         if self._stopped:
                             return
                         file.write(part.numpy().data)
-            os.replace(unfinished, self._file)  # what a crash leaves of it is found by its sums
+            os.replace(unfinished, self._file)  # after a crash of the machine the sums show missing data
         finally:
             unfinished.unlink(missing_ok=True)
 
 
 def begin(model: Any, file: Path) -> None:
-    """Write the packed weights of ``model`` to ``file`` meanwhile."""
+    """Start to write the packed weights of ``model`` to ``file``."""
     global _current
     _current = Keeping(model, file)
 
@@ -155,7 +154,7 @@ def stop() -> None:
 
 
 def finish(progress: Callable[[str], None]) -> None:
-    """Wait until what is being written is; ``progress`` is told so."""
+    """Wait until the weights are written, and report that to ``progress``."""
     while _current and not _current.ended.wait(LOOK_S):
         progress("Keeping the packed weights for the next start")
 
@@ -165,13 +164,13 @@ atexit.register(stop)  # Python ends threads inside torch by aborting the proces
 
 
 def kept_files() -> list[Path]:
-    """All that is kept, what was used longest ago first."""
+    """All cache files, the least recently used first."""
     return sorted(paths.packed_dir().glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
 
 
 def _make_room(new: Path, nbytes: int) -> bool:
-    """Remove what ``new`` replaces and what there is no room for beside it; False where it is too large itself."""
-    for left in new.parent.glob(f"*{UNFINISHED}"):  # of processes that were ended
+    """Delete files that ``new`` replaces or that leave no room for it; False if it is too large by itself."""
+    for left in new.parent.glob(f"*{UNFINISHED}"):  # of processes that were killed
         if time.time() - left.stat().st_mtime > OLD_S:
             left.unlink(missing_ok=True)
     of_weights = new.name.partition("-")[0]
@@ -185,29 +184,29 @@ def _make_room(new: Path, nbytes: int) -> bool:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What the packed rows of ``model`` are made of, by the names of their weights and parts; the matrices first."""
-    modules, rows = dict(model.named_modules()), list(all_rows(model))
-    named = [(f"{name}.weight" if name in modules else name, one) for name, one in rows]
+    """The tensors of the packed rows of ``model``, by the names of weight and part; the matrices first."""
+    modules = dict(model.named_modules())
+    named = [(f"{name}.weight" if name in modules else name, rows) for name, rows in all_rows(model)]
     method = {kind: name for name, kind in KINDS.items()}
-    yield from ((f"{name}/{DATA}", one.data.detach()) for name, one in named)
-    yield from ((f"{name}/{method[type(one)]}", one.scales) for name, one in named)
+    yield from ((f"{name}/{DATA}", rows.data.detach()) for name, rows in named)
+    yield from ((f"{name}/{method[type(rows)]}", rows.scales) for name, rows in named)
 
 
 def _header(weights: dict[str, Tensor]) -> bytes:
-    """The beginning of a file with these ``weights``, in whose memory the first is aligned."""
+    """The header of a file with these ``weights``, padded so that the first is aligned when the file is mapped."""
     sums = {name: sum_of_bits(tensor) for name, tensor in weights.items()}
-    told: dict[str, Any] = {"__metadata__": {"sums": json.dumps(sums)}}
+    header: dict[str, Any] = {"__metadata__": {"sums": json.dumps(sums)}}
     end = 0
     for name, tensor in weights.items():
         begin, end = end, end + tensor.nbytes
-        told[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(told).encode()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % int8_rows.ALIGNED)
     return struct.pack("<Q", len(text)) + text
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """The words of a tensor's memory added up, and the bytes behind the last whole one."""
+    """The sum of the 64-bit words of a tensor's memory, plus that of the remaining bytes."""
     stored = _bytes(tensor)
     whole = stored.numel() // WORD * WORD
     words, rest = stored[:whole].view(torch.int64), stored[whole:]

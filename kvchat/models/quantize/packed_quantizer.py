@@ -1,6 +1,6 @@
-"""Lets transformers pack each weight while it reads a model onto a CPU, so that no more than one is unpacked.
+"""Lets transformers pack each weight while it reads a model to a CPU, so that only one at a time is unpacked.
 
-Its own file because it imports transformers' quantizers, and they torchao, which an unpacked model does not need.
+A file of its own because it imports transformers' quantizers, and with them torchao, which other models do not need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvchat.models.quantize.packing import PACKINGS
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Asks for weights of 4 or 8 bits on a CPU, by the name of their method; ``of_4_bits``: they had those."""
+    """Requests the packing ``method`` on a CPU; ``of_4_bits`` says that the weights had 4 bits already."""
 
     def __init__(self, method: str, of_4_bits: bool = False) -> None:
         super().__init__(quant_method=method)
@@ -25,7 +25,7 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Packs the Linears that fit, but the head, and the stacks of experts."""
+    """Packs the Linears that fit, except the head, and the stacks of experts."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._packed = _packed(model, self.quantization_config.quant_method)
@@ -45,36 +45,36 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class Pack(ConversionOps):  # type: ignore[misc]
-    """Packs what was read; weights that had ``of_4_bits`` as such."""
+    """Packs each weight that was read; ``of_4_bits`` as in ``PackedConfig``."""
 
     def __init__(self, method: str, *, of_4_bits: bool = False) -> None:
         self._method, self._of_4_bits = method, of_4_bits
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Put what was read into its module, packed: what was made beside it of the same tensors is left to be put."""
+        """Pack the weight into its module, and return the other weights made from the same tensors."""
         name = kwargs["full_layer_name"]
-        value = _tensor(input_dict.pop(name)).detach()  # mxfp4 is unpacked to what has gradients
+        value = _tensor(input_dict.pop(name)).detach()  # unpacked mxfp4 has gradients
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
-        if value.shape != (asked := getattr(module, own).shape):  # transformers compares those of what is left to it
-            raise ValueError(f"{name} is {tuple(value.shape)} in the files and {tuple(asked)} in the model")
+        if value.shape != (expected := getattr(module, own).shape):  # transformers checks only weights that it sets
+            raise ValueError(f"{name} is {tuple(value.shape)} in the files and {tuple(expected)} in the model")
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(value, requires_grad=False)
             PACKINGS[self._method].pack(module, of_4_bits=self._of_4_bits)
         else:
             packing.pack_stack(module, own, value, self._method, of_4_bits=self._of_4_bits)
-        getattr(module, own)._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
+        getattr(module, own)._is_hf_initialized = True  # else it, or for some models its whole layer, is initialized
         kwargs["missing_keys"].discard(name)
         return input_dict
 
 
 class PackUnpacked(Pack):
-    """Packs the weights that ``PackedQuantizer`` packs, of a checkpoint of which all weights pass through this."""
+    """Packs the weights that ``PackedQuantizer`` would pack, of a checkpoint whose weights all pass through this."""
 
     _packed: set[str] | None = None
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leave what is not packed, and what becomes several weights at once."""
+        """Pack the weight, unless it is not to be packed or several weights were made at once."""
         if self._packed is None:
             self._packed = _packed(kwargs["model"], self._method)
         if len(input_dict) > 1 or (name := kwargs["full_layer_name"]) not in self._packed:
@@ -86,7 +86,7 @@ class PackUnpacked(Pack):
 
 
 def _tensor(made: Any) -> Tensor:
-    """The tensor that transformers ``made`` for one weight, which it may hand on in a list."""
+    """The tensor that transformers ``made`` for one weight, which may be in a list."""
     tensor: Tensor = made[0] if isinstance(made, list) else made
     return tensor
 

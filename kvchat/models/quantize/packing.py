@@ -1,8 +1,8 @@
-"""The ways to pack weights on a CPU, by transformers' names of them, and a mixture's experts packed so.
+"""Packings of weights on a CPU, by transformers' names, and packed experts of mixtures.
 
-transformers holds the experts of a layer as two stacks of matrices, and runs them by functions that can be exchanged
-(``use_experts_implementation``), which take any activation, bias and norm of an architecture from the module. A token
-goes through the packed rows of the experts chosen for it.
+transformers stores the experts of a layer as two stacks of matrices and runs them by a replaceable function
+(``use_experts_implementation``), which takes the activation, bias and norm of an architecture from the module. Here a
+token is multiplied by the packed rows of its experts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from kvchat.models.quantize.rows import STACKS, PackedRows, body
 
 
 class Packing(NamedTuple):
-    """The ``linears`` of a model are packed each by ``pack``, stacks of matrices that fit by ``stack``.
+    """One way to pack.
 
-    Both take ``of_4_bits``: the weights had so many already. ``fits`` is asked with a matrix' rows and columns.
+    Attributes:
+        linears: the Linears of a model that are packed.
+        pack: packs a Linear; ``of_4_bits`` says that its weights had 4 bits already.
+        fits: True if matrices with these numbers of rows and columns can be packed in a stack.
+        stack: packs a stack of matrices; ``of_4_bits`` as above.
     """
 
     linears: Callable[[Any], Iterator[nn.Linear]]
@@ -40,7 +44,7 @@ PACKINGS = {
 class Stack(NamedTuple):
     """The matrices of a layer's experts for one projection: the parameter ``name`` of ``module``.
 
-    ``shape [E, N, K]`` are its experts, and the outputs and inputs of each.
+    ``shape`` is ``[E, N, K]``: the number of experts, and the outputs and inputs of each.
     """
 
     module: Any
@@ -54,7 +58,7 @@ class Stack(NamedTuple):
 
 
 def stacks(model: Any) -> Iterator[tuple[str, Stack]]:
-    """The stacks of the experts in ``model`` that transformers runs by an exchangeable function, with their names."""
+    """The stacks of experts in ``model`` that transformers runs by a replaceable function, with their names."""
     for path, module in model.named_modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
@@ -66,7 +70,7 @@ def chosen_stacks(model: Any, method: str) -> Iterator[tuple[str, Stack]]:
 
 
 def pack_stack(module: Any, name: str, value: Tensor, method: str, *, of_4_bits: bool = False) -> None:
-    """Quantize ``value``, the stack ``name`` of a module of experts; ``of_4_bits`` is as for one matrix."""
+    """Quantize ``value``, the stack ``name`` of a module of experts; ``of_4_bits`` as in ``Packing``."""
     attach_stack(module, name, PACKINGS[method].stack(_matrices(module, value), of_4_bits=of_4_bits))
 
 
@@ -79,14 +83,14 @@ def attach_stack(module: Any, name: str, rows: PackedRows) -> None:
 
 
 def _matrices(module: Any, stack: Tensor) -> Tensor:
-    """The stack as ``[E, N, K]``; some architectures hold the matrices the other way round."""
+    """The stack as ``[E, N, K]``; some architectures store the matrices transposed."""
     return stack.transpose(1, 2) if module.is_transposed else stack
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """``hidden_states [tokens, d]`` through the experts ``top_k_index [tokens, k]``, weighted: ``[tokens, d]``."""
     routes = top_k_index.tolist()
-    if len(routes) == 1:  # nothing to gather: a tenth less time for a decoded token
+    if len(routes) == 1:  # without gathering a decoded token takes a tenth less time
         found = torch.cat([_expert(module, expert, hidden_states) for expert in routes[0]])
         return (found * top_k_weights[0, :, None]).sum(0, keepdim=True).to(hidden_states.dtype)
     tokens_of: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
