@@ -1,7 +1,7 @@
 """Loops over blocks of weights, compiled by numba: ggml's blocks to float32, and groups of 32 to levels of 4 bits.
 
-In numpy and torch each step is a pass over memory of its own: ten times as long. They give the same numbers, to the
-last bit. ``halves`` are the scales of blocks, which numba cannot read from float16.
+numpy and torch need a pass over memory for each step, and ten times as long, for the same bits. Blocks' scales are
+passed in float32, because numba cannot read float16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvchat.kv.ops.numba.loops import compiled
 
 FEWEST = 4096  # blocks that are worth a thread
 Array = np.ndarray[Any, Any]
-NO_NAN = {"nnan", "nsz"}  # what LLVM may take numbers for where it compares many at once; all else stays exact
+NO_NAN = {"nnan", "nsz"}  # lets LLVM vectorize comparisons; arithmetic stays exact
 
 
 @compiled("void(u1[:, ::1], f4[::1], f4[::1], i8, f4, f4[:, ::1])")
@@ -94,7 +94,7 @@ def six_k(blocks: Array, scale: Array, out: Array) -> None:
 
 
 def in_threads(count: int, loop: Callable[[slice], None]) -> None:
-    """Call ``loop`` for each of some parts of ``count`` blocks, on as many threads as torch has now."""
+    """Divide ``count`` blocks into parts and call ``loop`` for each, on as many threads as torch uses now."""
     threads = min(torch.get_num_threads(), -(-count // FEWEST))
     ends = [count * part // threads for part in range(threads + 1)] if threads > 1 else [0, count]
     parts = [slice(*pair) for pair in pairwise(ends)]
@@ -112,7 +112,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _worst(groups: Array, group: int, least: np.float32, span: np.float32, count: int) -> np.float32:
-    """How far a value of the group is from the nearest of ``count`` steps, at most."""
+    """The largest distance of a value of the group from the nearest of ``count`` steps, in steps."""
     worst = np.float32(0)
     for i in range(32):
         level = (groups[group, i] - least) / span * np.float32(count)
@@ -123,9 +123,10 @@ def _worst(groups: Array, group: int, least: np.float32, span: np.float32, count
 
 @compiled("void(f4[:, ::1], i8, i8, f4, f4[::1], f4[::1])", fastmath=NO_NAN)
 def ranges(groups: Array, most: int, fewest: int, near: np.float32, low: Array, step: Array) -> None:
-    """The least value of each of the ``groups [n, 32]``, and the step between two of its values.
+    """The least value ``low [n]`` of each of the ``groups [n, 32]``, and the ``step [n]`` between two levels.
 
-    It is that of ``most`` steps in the group's span, or of as few as ``fewest`` where all values lie ``near`` one.
+    The group's span is divided into the largest number of steps, from ``most`` to ``fewest``, that all values are
+    ``near``, or else into ``most``.
     """
     for group in range(len(groups)):
         least = greatest = groups[group, 0]

@@ -1,11 +1,11 @@
-"""Weights of 4 bits on a CPU, packed as torch's int4 kernel reads them: it multiplies several tokens, a loop one.
+"""Weights of 4 bits, on a CPU in the layout of torch's int4 kernel, which multiplies several tokens; a loop does one.
 
 Every 32 weights of a row share a scale and a zero point in bfloat16: 5 bits a weight. Measured on the bundled model
-(1,200 tokens of a novel, KL to the unquantized model): 0.48 with 32, 0.65 with 64 at 4.5 bits, 0.69 with 128 at 4.25;
-scales in float32 make it 0.47 and 6 bits.
+(1,200 tokens of a novel, KL to the unquantized model): 0.48 with groups of 32, 0.65 with 64 (4.5 bits), 0.69 with 128
+(4.25 bits); scales in float32 give 0.47 and 6 bits.
 
-On a GPU torchao packs tiles, and kvchat takes them from its tensors: those of several Linears are merged then, and a
-row that needs no padding is not copied for each product.
+On a GPU torchao packs the weights in tiles, which kvchat takes out of torchao's tensors, so that several Linears can be
+merged and a row that needs no padding is not copied for each product.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvchat.models.quantize.rows import (
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
-MULTIPLE = 16  # the kernel's: of rows
+MULTIPLE = 16  # of rows, as the kernel requires
 LEVELS = 15  # and 0
 TILE_COLUMNS = 128
-CHUNK = 2**21  # weights that are quantized at once: as 32-bit levels they take four times what they had
-NARROW = 16  # bytes of a column where torch's kernel has AVX2 alone, and takes twice as long as float32 for many tokens
-MANY = 48  # tokens from which on unpacking a matrix takes less than that
+CHUNK = 2**21  # weights that are quantized at once: their 32-bit levels take several times the memory
+NARROW = 16  # bytes of a column if torch's kernel uses only AVX2; many tokens then take twice as long as in float32
+MANY = 48  # fewest tokens for which unpacking a matrix is faster than the narrow kernel
 UNPACKED = 2**22  # weights that are unpacked at once
-FEWEST_LEVELS = 8  # that 32 weights of a 4-bit file span
-NEAR_LEVEL = 0.1  # of a step: what bfloat16 rounds. 30 values lie so near to one by chance never
+FEWEST_LEVELS = 8  # steps that 32 weights of a 4-bit file span
+NEAR_LEVEL = 0.1  # of a step: rounding to bfloat16. 30 values are never so near to steps by chance
 
 
 class Int4Rows(PackedRows):
@@ -59,7 +59,7 @@ class Int4Rows(PackedRows):
             products = [F.linear(x.float(), rows) for rows in self._unpacked()]
             whole = (torch.cat(products, -1) if len(products) > 1 else products[0]).to(x.dtype)
             return whole if bias is None else whole + bias
-        # In bfloat16: float32 and float16 take the kernel 10 to 40 times as long, and 4 bits of weight round more.
+        # In bfloat16: with float32 or float16 the kernel is 10 to 40 times slower, and 4-bit weights round more anyway.
         rows, scales = x.reshape(-1, x.shape[-1]).bfloat16().contiguous(), self.scales.contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.data, GROUP, scales)
         product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
@@ -108,7 +108,7 @@ class Int4Tiles(Int4Rows):
 
 @cache
 def column_bytes() -> int:
-    """Bytes of a column of the blocks that torch packs here; 0 where ``product_loops`` does not read them."""
+    """Bytes of a column in the blocks that torch packs on this processor; 0 if ``product_loops`` cannot read them."""
     if product_loops() is None:
         return 0
     levels = torch.randint(LEVELS + 1, (BLOCK, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def column_bytes() -> int:
 
 
 def chosen(model: Any) -> Iterator[nn.Linear]:
-    """The Linears of ``model`` that are packed: those that fit, but its head."""
+    """The Linears of ``model`` that are packed: all that fit, except its head."""
     return (linear for linear in body(model) if fits(*linear.weight.shape))
 
 
@@ -131,7 +131,7 @@ def fits(rows: int, columns: int) -> bool:
 
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
-    """Quantize a Linear that ``fits``. Weights that had ``of_4_bits`` already keep their values where that is seen."""
+    """Quantize a Linear that ``fits``; weights that had 4 bits (``of_4_bits``) keep their values if possible."""
     data, scales = _quantize(linear.weight.detach(), of_4_bits)
     linear.weight = nn.Parameter(data, requires_grad=False)
     attach(linear, Int4Rows(linear.weight, scales, linear.bias))
@@ -152,7 +152,7 @@ def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int4Rows:
 
 
 def unpacked_elements(model: Any) -> int:
-    """The weights of ``model``, packed ones counted each."""
+    """The number of weights in ``model``; two packed in a byte count as two."""
     hidden = (linear.in_features * linear.out_features - linear.weight.numel() for linear in body(model))
     stacks = (rows for module in model.modules() for rows in module.__dict__.get(STACKS, {}).values())
     stacked = (rows.data.numel() for rows in stacks if isinstance(rows, Int4Rows))
@@ -171,21 +171,21 @@ def _quantize_chunk(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_by_loops(loops: Any, weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
-    """As ``quantize_by_torch``, to the last bit."""
+    """As ``quantize_by_torch``, with the same bits."""
     groups = weight.float().contiguous().view(-1, GROUP)
     low, step = torch.empty(2, len(groups))
     levels = torch.empty(weight.shape, dtype=torch.int32)
     fewest = FEWEST_LEVELS if of_4_bits else LEVELS + 1
-    stored, made = groups.numpy(), levels.view(-1, GROUP).numpy()
+    values, out = groups.numpy(), levels.view(-1, GROUP).numpy()
     loops.in_threads(
         len(groups),
-        lambda part: loops.ranges(stored[part], LEVELS, fewest, NEAR_LEVEL, low[part].numpy(), step[part].numpy()),
+        lambda part: loops.ranges(values[part], LEVELS, fewest, NEAR_LEVEL, low[part].numpy(), step[part].numpy()),
     )
     scale = step.bfloat16().float().clamp(min=torch.finfo(torch.bfloat16).tiny)
     zero = (low + 8 * scale).bfloat16().float()
     loops.in_threads(
         len(groups),
-        lambda part: loops.levels(stored[part], scale[part].numpy(), zero[part].numpy(), 8, LEVELS, made[part]),
+        lambda part: loops.levels(values[part], scale[part].numpy(), zero[part].numpy(), 8, LEVELS, out[part]),
     )
     scales = torch.stack([scale, zero], -1).bfloat16().view(len(weight), -1, 2).transpose(0, 1).contiguous()
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), scales
@@ -204,12 +204,12 @@ def quantize_by_torch(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
 
 
 def _steps(groups: Tensor, low: Tensor, span: Tensor) -> Tensor:
-    """In how many steps a group's values lie; 15 where they lie in none."""
+    """The largest number of equal steps that each group's values fit; 15 if they fit none."""
     steps = torch.full_like(span, LEVELS)
     left = torch.arange(len(groups))
     for count in range(LEVELS, FEWEST_LEVELS - 1, -1):
         levels = (groups[left] - low[left]) / span[left] * count
-        met = (levels - levels.round()).abs().amax(-1) < NEAR_LEVEL
-        steps[left[met]] = count
-        left = left[~met]
+        fits_all = (levels - levels.round()).abs().amax(-1) < NEAR_LEVEL
+        steps[left[fits_all]] = count
+        left = left[~fits_all]
     return steps

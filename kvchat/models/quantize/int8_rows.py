@@ -1,11 +1,10 @@
 """Weights of 8 bits: on a CPU every 32 of a row share a scale in float16, as in GGUF's Q8_0, and have no zero point.
 
-One token is multiplied by a loop; torch's own int8 kernel has one scale for a whole row: on Gemma 3 270M's Q4_K_M that
-cost a KL of 0.020. Rows that are no groups of 32, and those of torchao's checkpoints,
-have one scale each and go through that kernel.
+A loop multiplies one token. torch's own int8 kernel has one scale per row, which cost a KL of 0.020 on Gemma 3 270M's
+Q4_K_M; it multiplies rows that cannot be divided into groups of 32, and those of torchao's checkpoints.
 
-On a GPU torchao packs rows with a scale each, and for every token it first writes all of them in 16 bits: 5 bytes a
-weight are moved where ``fuse.kernels`` read 1. Several tokens are multiplied as torchao does.
+On a GPU torchao packs rows with one scale each, but unpacks all of them to 16 bits for every token, moving 5 bytes a
+weight; ``fuse.kernels`` read 1. Several tokens are multiplied in torchao's way.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ METHOD = "int8"  # transformers' name of it
 GROUP = 32
 MOST = 127
 LEAST_SCALE = 2.0**-24  # float16's least
-MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
-UNPACKED = 2**22  # weights that several tokens are multiplied by at once: more would be new pages every time
-ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the last ones so, or ends the process
+MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, beyond the end of a row
+UNPACKED = 2**22  # weights that are unpacked at once for several tokens: more would take new pages every time
+ALIGNED = 64  # bytes: the kernel reads the last of rows that are not a multiple of four aligned so, or crashes
 
 
 class Int8Rows(PackedRows):
@@ -42,7 +41,7 @@ class Int8Rows(PackedRows):
         if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
             return found
         if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
-            # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
+            # In bfloat16: the kernel's float32 variant is several times slower, and 8-bit weights round more anyway.
             row = x.reshape(1, -1).bfloat16().contiguous()
             product = torch._weight_int8pack_mm(row, self.data, self.scales.bfloat16())
             product = product.to(x.dtype).view(*x.shape[:-1], -1)
@@ -75,7 +74,7 @@ class Int8Rows(PackedRows):
 
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
-    """Quantize a Linear, also one whose weights had 4 bits."""
+    """Quantize a Linear; ``of_4_bits`` makes no difference."""
     weight = linear.weight.detach()
     install(linear, *packed((weight,), weight.shape))
 
@@ -90,50 +89,50 @@ def packed(parts: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Ten
 
 
 def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int8Rows:
-    """Quantize a stack of ``matrices [E, N, K]`` that ``fits_stack``, also of weights that had 4 bits."""
+    """Quantize a stack of ``matrices [E, N, K]`` that ``fits_stack``; ``of_4_bits`` makes no difference."""
     data = torch.empty(matrices.shape, dtype=torch.int8)
     return Int8Rows(data, torch.stack([_quantize(*pair) for pair in zip(matrices, data, strict=True)]))
 
 
 def fits_stack(rows: int, columns: int) -> bool:
-    """True if each matrix of a stack of such can lie as the kernel reads it."""
+    """True if each matrix of a stack is aligned as the kernel needs it."""
     return rows * columns % ALIGNED == 0
 
 
 def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
     """Let a Linear multiply by ``data [N, K]`` of 8 bits, each row with its ``scale [N]``."""
-    if data.data_ptr() % ALIGNED:  # as it lies in a file
+    if data.data_ptr() % ALIGNED:  # as in a mapped file
         data = data.clone()
     linear.weight = nn.Parameter(data, requires_grad=False)
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))
 
 
 def look_up(embeddings: nn.Embedding, head: nn.Linear) -> None:
-    """Let ``embeddings`` that shared the weight of a ``head`` look tokens up in its packed rows, and have no other.
+    """Let ``embeddings`` that shared the weight of a ``head`` look tokens up in the head's packed rows.
 
-    Their own forward does all that it does, over the rows of the tokens that are asked for.
+    Their own forward runs, which may do more, on a table that has only the rows of the tokens looked up.
     """
     dtype, forward = embeddings.weight.dtype, type(embeddings).forward
-    asked = copy.copy(embeddings)
-    asked._parameters, asked.padding_idx = {}, None
+    table = copy.copy(embeddings)
+    table._parameters, table.padding_idx = {}, None
 
     def look_up(ids: Tensor) -> Tensor:
         rows: Int8Rows = head.__dict__[ROWS]
-        asked.weight = rows.some(ids.flatten(), dtype)
-        found: Tensor = forward(asked, torch.arange(ids.numel(), device=ids.device).view(ids.shape))
-        return found
+        table.weight = rows.some(ids.flatten(), dtype)
+        embedded: Tensor = forward(table, torch.arange(ids.numel(), device=ids.device).view(ids.shape))
+        return embedded
 
     embeddings.weight = head.weight
     embeddings.__dict__["forward"] = look_up
 
 
 def in_groups(columns: int) -> bool:
-    """True if rows of so many ``columns`` have a scale for every 32."""
+    """True if rows with so many ``columns`` have a scale for every 32."""
     return columns % GROUP == 0 and block_loops() is not None
 
 
 def _quantize(weight: Tensor, data: Tensor) -> Tensor:
-    """Write the ``data [N, K]`` of ``weight [N, K]``; its ``scale``, ``[N, K / 32]`` or ``[N]``."""
+    """Quantize ``weight [N, K]`` into ``data [N, K]``; return the scales, ``[N, K / 32]`` or ``[N]``."""
     chunk = _quantize_groups if in_groups(weight.shape[1]) else _quantize_rows
     pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
     return torch.cat([chunk(rows, place) for rows, place in pairs])

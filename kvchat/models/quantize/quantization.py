@@ -1,7 +1,7 @@
-"""Quantized weights: on a GPU int8 and int4 by torchao, nf4 by bitsandbytes, and checkpoints that are already.
+"""Quantized weights: int8 and int4 by torchao on a GPU, nf4 by bitsandbytes, and checkpoints quantized by others.
 
-transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
-int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
+transformers and its quantizers do the work; kvchat chooses their configuration and names a missing package. int8 and
+int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 PACKED_HERE = ("int8", "int4")  # on a CPU
-WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
-# The extra whose packages read a checkpoint of a method.
+WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in dtypes other than float16
+# The extra whose packages read checkpoints of a method.
 EXTRA_OF_METHOD = {"bitsandbytes": "bnb", "torchao": "ao", "gptq": "gptq", "awq": "gptq"}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The storage of the weights: transformers' name of the method (empty: unquantized) and its loading options."""
+    """The quantization to load weights in: transformers' name of the method ("": none) and its loading options."""
 
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Quantization:
 def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
     """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
 
-    "auto" is decided for what transformers unpacks before this; here it is "none".
+    "auto" means "none" here: ``repacking.choose`` has decided for weights that transformers unpacks.
 
     Raises:
         UsageError: there is no such choice, or not for this device and dtype, or a package is not installed.
@@ -62,7 +62,7 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
 
 
 def check(quantize: str, config: Any, device: torch.device) -> None:
-    """Refuse a choice that is none, or that a checkpoint with this ``config`` does not have on ``device``.
+    """Refuse an unknown choice, or one that a checkpoint with this ``config`` does not have on ``device``.
 
     Raises:
         UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
@@ -79,15 +79,15 @@ def check(quantize: str, config: Any, device: torch.device) -> None:
 
 
 def import_package(quantized: Quantization) -> None:
-    """Import the package that reads quantized weights as kvchat needs it, before transformers does."""
+    """Import the package that reads quantized weights in the way that kvchat needs, before transformers does."""
     if quantized.method == "bitsandbytes":
         getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
-        with suppress(ImportError):  # transformers names it
+        with suppress(ImportError):  # transformers' own error names the package
             import_bitsandbytes()
 
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
-    """The refusal of a model for which a package is missing; transformers' message names it."""
+    """The refusal of a model for which a package is missing, which transformers' message names."""
     message = " ".join(str(error).split())[:300]
     found = next((extra for method, extra in EXTRA_OF_METHOD.items() if method in quantized.method), "")
     named = libraries.EXTRAS[found] if found else _named_in(message)
@@ -97,9 +97,9 @@ def missing(name: str, quantized: Quantization, error: ImportError) -> ModelErro
 
 def _named_in(message: str) -> Sequence[str]:
     """The packages that transformers' ``message`` says to install."""
-    told = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
+    command = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
     options = ("-U", "--upgrade")
-    return [word for word in (told[1] if told else "").split() if word not in options]
+    return [word for word in (command[1] if command else "").split() if word not in options]
 
 
 def weight_bytes(model: Any) -> int:
@@ -108,9 +108,9 @@ def weight_bytes(model: Any) -> int:
 
 
 def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model's weights that lie in memory, quantization constants included, with a name each."""
+    """The tensors in memory that make up a model's weights, quantization constants included, with names."""
     for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes' constants
         constants = [value for value in vars(state).values() if isinstance(value, Tensor)] if state else []
         yield from ((name, tensor) for tensor in (*_parts(parameter.data), *constants))
     for name, rows in all_rows(model):
@@ -121,7 +121,7 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a weight is made of: those of torchao wrap several, and say the size of what they stand for."""
+    """The tensors that a weight consists of: torchao's wrap several, and report the unpacked size."""
     if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -130,36 +130,34 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_packed(model: Any) -> bool:
-    """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
+    """True if some weights are in a form that only their quantizer multiplies."""
     return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
-    """Notes to the user about a loaded model's weights, of a checkpoint that was quantized before."""
+    """Notes to the user about a loaded model whose checkpoint was quantized."""
     method, dtype = own_method(model.config), str(model.dtype).removeprefix("torch.")
     unpacked = method not in ("", *PACKED_HERE) and not is_packed(model)
     return [f"The {method} weights were unpacked to {dtype}."] if unpacked else []
 
 
 def describe(model: Any) -> str:
-    """The name of a loaded model's quantization; empty if its weights are not packed."""
-    if not is_packed(model):
-        return ""
-    return kind_of(model.config)
+    """The name of a loaded model's quantization; "" if its weights are not packed."""
+    return kind_of(model.config) if is_packed(model) else ""
 
 
 def kind_of(config: Any) -> str:
-    """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
+    """The quantization of a checkpoint, by its name in ``CHOICES`` or else transformers'."""
     return stored_tensors.kind_of(own_section(config))
 
 
 def own_method(config: Any) -> str:
-    """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
+    """transformers' name of a checkpoint's quantization method; "" if it is not quantized."""
     return stored_tensors.method_of(own_section(config))
 
 
 def is_unpacked(config: Any, device: torch.device) -> bool:
-    """transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
+    """True if transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
     if not (method := own_method(config)):
         return False
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -167,9 +165,9 @@ def is_unpacked(config: Any, device: torch.device) -> bool:
 
 
 def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
-    """The only dtype in which a checkpoint's packed weights are multiplied; None where others are too.
+    """The only dtype in which a checkpoint's packed weights can be multiplied; None if others work too.
 
-    torchao's are multiplied in that which they were packed from; those of 8 bits by ``int8_rows`` on a CPU.
+    torchao's weights need the dtype that they were packed from, except 8 bits on a CPU, which ``int8_rows`` multiplies.
     """
     if own_method(config) != "torchao" or (device.type == "cpu" and kind_of(config) == "int8"):
         return None
@@ -178,19 +176,20 @@ def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
 
 
 def unpack_while_reading(config: Any, device: torch.device) -> None:
-    """Let transformers unpack while it reads what is unpacked on ``device``.
+    """Let transformers unpack while reading weights that ``device`` cannot multiply packed.
 
-    Compressed-tensors it would unpack later, by a hook that only a forward with the head calls. All else it would leave
-    packed, also for the CPU, where the machine has a GPU that multiplies it.
+    Otherwise it would unpack compressed-tensors later, by a hook that only a forward with the head calls, and leave
+    other formats packed even for the CPU if the machine has a GPU that multiplies them.
     """
     if is_unpacked(config, device):
         config.quantization_config["dequantize"] = True
 
 
 def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
-    """Give the weights of a quantized checkpoint that are not packed ``dtype``, and its ``config`` of them back.
+    """Convert unpacked weights of a quantized checkpoint to ``dtype``, and restore the quantization in its ``config``.
 
-    transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
+    transformers leaves such weights in the files' dtypes, unpacks fp8 always to bfloat16, and then drops the
+    quantization from the configuration.
     """
     if not own_method(model.config):
         model.config.quantization_config = config.quantization_config
@@ -204,9 +203,9 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let int8 weights on a CPU multiply as ``int8_rows`` does, most heads too, and nf4 ones in the model's dtype.
+    """Let ``int8_rows`` multiply int8 weights on a CPU and pack the head if the layers are packed; nf4 keeps the dtype.
 
-    bitsandbytes would round nf4 to bfloat16 where the CPU multiplies it, and fail at rows that are no multiple of 32.
+    bitsandbytes would round nf4 to bfloat16 on CPUs that multiply it, and fail if rows are not a multiple of 32.
     """
     if own_method(model.config) == "bitsandbytes":
         for module in model.modules():
@@ -222,10 +221,10 @@ def multiply_on_cpu(model: Any) -> None:
 
 
 def multiply_on_gpu(model: Any) -> None:
-    """Let torchao's weights multiply as ``int8_rows`` and ``int4_rows`` do.
+    """Let ``int8_rows`` and ``int4_rows`` multiply torchao's weights on a GPU.
 
-    nf4 stays bitsandbytes' own: to merge its projections would save three launches a layer, by computation 0.2 of the
-    17.5 ms of an 8B's token on an RTX 3060.
+    bitsandbytes multiplies nf4: merging its projections would save three launches a layer, which is computed to be
+    0.2 of the 17.5 ms of an 8B model's token on an RTX 3060.
     """
     multiply_int8(model)
     for linear in body(model):
@@ -234,7 +233,7 @@ def multiply_on_gpu(model: Any) -> None:
 
 
 def multiply_int8(model: Any) -> None:
-    """Let torchao's weights of 8 bits multiply as ``int8_rows`` does."""
+    """Let ``int8_rows`` multiply torchao's weights of 8 bits."""
     for linear in body(model) if describe(model) == "int8" else ():
         weight: Any = linear.weight
         if hasattr(weight, "qdata") and weight.scale.numel() == len(weight.qdata):
@@ -242,7 +241,7 @@ def multiply_int8(model: Any) -> None:
 
 
 def own_section(config: Any) -> dict[str, Any]:
-    """The quantization section of a configuration; empty if it has none."""
+    """The ``quantization_config`` of a configuration; empty if it has none."""
     own: Any = getattr(config, "quantization_config", None) or {}
     return own if isinstance(own, dict) else dict(own.to_dict())
 

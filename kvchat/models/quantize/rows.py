@@ -1,19 +1,19 @@
-"""Products with weights on a CPU: packed rows, whole ones for one token and for many, and on how many threads.
+"""Products with weights on a CPU, packed or not, for one token or many, and the number of threads for them.
 
-Intel's MKL, which torch multiplies float32 with on x86, reads a matrix at a third of the memory's speed for one row on
-a processor of another make: on an AMD EPYC 384 x 8,192 take 1.2 ms on one thread and on two. Its batched product of
-blocks of rows does not: 0.33 ms on one thread, 0.25 on two. The processor's make decides and not a measurement, so that
-the same conversation has the same last bits every time.
+For one row Intel's MKL, with which torch multiplies float32 on x86, reads a matrix at a third of the memory's speed if
+the processor is not Intel's: on an AMD EPYC 384 x 8,192 take 1.2 ms, on one thread or two. MKL's batched product of
+blocks of rows is faster: 0.33 ms on one thread, 0.25 on two. The processor's vendor decides and not a measurement, so
+that a conversation has the same last bits every time.
 
-bfloat16 torch multiplies with oneDNN where the processor has AVX-512, for one row at a third to a half of the memory's
-speed. torch's own product reads at all of it: there 8,192 x 2,048 take 0.95 ms instead of 1.75, and 1.8 in float32.
-Without AVX-512 many rows in bfloat16 are slow instead: 512 of them take 368 ms, 122 as float32 with the matrix widened
-for them, 100 with one that is stored so.
+On processors with AVX-512 torch multiplies bfloat16 with oneDNN, for one row at a third to half of the memory's speed.
+torch's own product reads at full speed: 8,192 x 2,048 take 0.95 ms instead of 1.75, and 1.8 in float32. Without AVX-512
+it is many rows of bfloat16 that are slow: 512 take 368 ms, but 122 if the matrix is widened to float32 first, and 100
+if it is stored in float32.
 
-Short parallel loops take as many threads as other processes leave cores for. Each loop waits for its last thread, and
-beside a busy process there is always one that waits for a core: on two cores beside two busy processes a token of the
-bundled model, some hundred such loops, took 10 ms on two threads and 6.8 on one. Loading a model is made of such loops
-too: the tests of the bundled one took 11.5 and 0.5 s. A prompt's are long; it is read on all threads.
+Short parallel loops use as many threads as other processes leave cores for. Each loop waits for its last thread, and
+next to a busy process one thread always waits for a core: on two cores with two busy processes a token of the bundled
+model, about a hundred such loops, took 10 ms on two threads and 6.8 on one. Loading a model runs such loops too: the
+tests of the bundled one took 11.5 s and 0.5 s. The loops of a prompt are long; it is processed on all threads.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ from kvchat.kv.ops.cpu_ops import ROWS as ROWS_TOGETHER
 from kvchat.kv.ops.cpu_ops import compiled_loops, needed_loops, use_threads
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
-PIECE = 2**26  # bytes that are there twice while weights are moved: those of more fill huge pages where they are
+PIECE = 2**26  # bytes that exist twice while weights are moved; larger weights get huge pages where they are
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
-BLOCK = 64  # rows that int4 interleaves where they are packed, on some processors fewer: what follows begins a new one
+BLOCK = 64  # rows that int4 interleaves, or fewer on some processors: a merged matrix must begin a new block
 PROCESSOR = Path("/proc/cpuinfo")
 MAKE = "AuthenticAMD"
-# Fewer are slower (one is the slow product itself), more only where there are more threads.
-BLOCKS = 4
-FEW = 16  # rows up to which a loop multiplies them together in float32
-MANY = 32  # rows from which on widening a matrix takes less than what it saves
-# Seconds between two looks: ten ticks of the kernel's clock, which it counts a processor's time in.
-SAMPLE_S = 0.1
+BLOCKS = 4  # at least: fewer are slower (one is the slow product itself)
+FEW = 16  # most rows that a loop multiplies together in float32
+MANY = 32  # fewest rows for which widening a matrix saves more than it costs
+SAMPLE_S = 0.1  # between two samples: ten ticks of the kernel's clock, in which it counts processor time
 PAUSE_S = 1.0  # between two answers
-# Of a core: others that take no more share it. The application takes a quarter while it draws an answer, and a terminal
-# must draw it too; a busy process that shares its core with one of our threads has two thirds.
+# Other processes that take no more than this share of a core may share it with a thread of ours. The application takes
+# a quarter while it draws an answer, and the terminal must draw it too; a busy process that shares its core with one
+# of our threads gets two thirds.
 SHARED = 0.6
 FIXED = "OMP_DYNAMIC"
 PRODUCTS, BLOCKS_OF_WEIGHTS = "kvchat.models.quantize.product_loops", "kvchat.models.quantize.block_loops"
@@ -62,20 +61,22 @@ Arrays = tuple[Any, ...]
 
 
 class PackedRows(ABC):
-    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's.
+    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of matrices.
 
-    ``scales`` are the constants beside ``data``; unlike it they are no parameter of the Linear. Their dimension
-    ``of_rows`` is that of the rows.
+    Attributes:
+        data: the packed weights, a parameter of the Linear.
+        scales: the constants, which are not a parameter; their dimension ``of_rows`` counts the rows.
+        bias: ``[N]``, the Linear's.
     """
 
     of_rows: ClassVar[int] = 0
-    _known: tuple[int, Arrays | None] = (0, None)
+    _cached: tuple[int, Arrays | None] = (0, None)  # arrays, and the address that they are for
 
     def __init__(self, data: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         self.data, self.scales, self.bias = data, scales, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """In place of its Linear's own."""
+        """Replaces the Linear's own."""
         return self.multiply(x, self.bias)
 
     @abstractmethod
@@ -84,18 +85,18 @@ class PackedRows(ABC):
 
     @property
     def arrays(self) -> Arrays | None:
-        """The matrix as ``product_loops`` takes it; None where no loop multiplies it."""
-        if self._known[0] != self.data.data_ptr():  # where the weights are is changed while a model is loaded
+        """The matrix as ``product_loops`` takes it; None if no loop multiplies it."""
+        if self._cached[0] != self.data.data_ptr():  # loading moves the weights
             has_loops = self.data.device.type == "cpu" and product_loops()
-            self._known = self.data.data_ptr(), self._arrays() if has_loops else None
-        return self._known[1]
+            self._cached = self.data.data_ptr(), self._arrays() if has_loops else None
+        return self._cached[1]
 
     def _arrays(self) -> Arrays | None:
         return None
 
     def forget_arrays(self) -> None:
-        """Let go of where the weights were before they were moved."""
-        self._known = 0, None
+        """Release the arrays, which keep the memory that the weights were in before they were moved."""
+        self._cached = 0, None
 
     def one_token(
         self,
@@ -106,10 +107,11 @@ class PackedRows(ABC):
         residual: Tensor | None = None,
         gate: int = 0,
     ) -> Tensor | None:
-        """One token's row ``x [..., K]`` through the matrix: ``[..., N]``; None where no loop multiplies this matrix.
+        """One token's row ``x [..., K]`` through the matrix: ``[..., N]``; None if no loop multiplies this matrix.
 
-        The row is normalized by ``norm [K]`` first, if it is given; ``bias [N]`` and ``residual [..., N]`` are added.
-        Where ``gate`` is not 0 it is that of ``GATES`` of the result's first half times the second, ``[..., N / 2]``.
+        The row is first normalized by ``norm [K]``, if given; ``bias [N]`` and ``residual [..., N]`` are added. If
+        ``gate``, a number of ``GATES``, is not 0 the result is that gate of the first half times the second half,
+        ``[..., N / 2]``.
         """
         if (arrays := self.arrays) is None:
             return None
@@ -123,17 +125,17 @@ class PackedRows(ABC):
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def matrix(self, index: int) -> Self:
-        """One matrix of a stack, in the same memory."""
+        """One matrix of a stack, as a view."""
         return type(self)(self.data[index], self.scales[index])
 
     @property
     def mergeable(self) -> bool:
-        """True if rows of another matrix can follow these."""
+        """True if another matrix' rows can be appended."""
         return True
 
     @classmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
-        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+        """The rows of several Linears as one matrix; the Linears' own become views of it, so no memory is added."""
         parts: list[Self] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], cls.of_rows))
         views = torch.split(merged.scales, [part.scales.shape[cls.of_rows] for part in parts], cls.of_rows)
@@ -150,17 +152,17 @@ NOTHING = np.empty(0, np.float32)
 
 
 def numbers(row: Tensor | None) -> Any:
-    """The numbers of a contiguous row in float32, as numpy sees them; none of None."""
+    """A contiguous row in float32 as a numpy array; an empty array for None."""
     return NOTHING if row is None else row.detach().float().view(-1).numpy()
 
 
 def product_loops() -> ModuleType | None:
-    """The loops that multiply packed weights with one token; None where numba does not run."""
+    """The loops that multiply packed weights with one token; None if numba does not run."""
     return needed_loops(PRODUCTS)
 
 
 def block_loops() -> ModuleType | None:
-    """The loops that unpack and pack weights in blocks; None where numba does not run."""
+    """The loops that unpack and pack weights in blocks; None if numba does not run."""
     return needed_loops(BLOCKS_OF_WEIGHTS)
 
 
@@ -174,7 +176,7 @@ def attach(linear: Any, rows: PackedRows) -> None:
 
 
 def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
-    """Runs of rows of ``matrix [N, K]``, of about so many ``elements`` each."""
+    """Runs of rows of ``matrix [N, K]`` with about ``elements`` elements each."""
     return torch.split(matrix, max(1, elements // (BLOCK * matrix.shape[1])) * BLOCK)
 
 
@@ -187,7 +189,7 @@ def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
 
 
 def body(model: Any) -> Iterator[nn.Linear]:
-    """The Linears of ``model`` but its head."""
+    """The Linears of ``model`` except its head."""
     head = model.get_output_embeddings()
     return (module for module in model.modules() if type(module) is nn.Linear and module is not head)
 
@@ -198,13 +200,13 @@ def is_tied(model: Any) -> bool:
 
 
 def packs_head(quantize: str) -> bool:
-    """True if the head has 8 bits beside layers in ``quantize``, and embeddings that share its weights."""
+    """True if the head, and embeddings that share its weights, get 8 bits when the layers are in ``quantize``."""
     return quantize in ("int8", "int4")
 
 
 def merge(parameters: Sequence[Tensor]) -> Tensor:
     """Stack ``parameters`` along their first dimension; they become views of the result, so no memory is added."""
-    merged = _one_behind_the_other(parameters)
+    merged = _adjacent(parameters)
     if merged is not None:
         return merged
     merged = torch.cat([parameter.data for parameter in parameters])
@@ -215,8 +217,8 @@ def merge(parameters: Sequence[Tensor]) -> Tensor:
     return merged
 
 
-def _one_behind_the_other(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameters as one, where they lie in memory like that already (``reading``)."""
+def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters as one tensor if they are adjacent in memory already (see ``reading``), else None."""
     first = parameters[0].data
     end = first.data_ptr()
     for parameter in parameters:
@@ -226,7 +228,7 @@ def _one_behind_the_other(parameters: Sequence[Tensor]) -> Tensor | None:
     rows = sum(len(parameter) for parameter in parameters)
     size = rows * first[0].numel()
     if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
-        return None  # next to each other by chance
+        return None  # adjacent by chance
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
@@ -238,15 +240,15 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         blocks = _blocks(weight.shape[0])
         if blocks > 1 and weight.is_contiguous():
             return _by_blocks(x, weight, bias, blocks)
-    if (found := _of_a_few(x, weight, bias)) is not None:
-        return found
+    if (product := _multiply_few(x, weight, bias)) is not None:
+        return product
     if x.numel() >= MANY * x.shape[-1] and widens(weight.dtype, weight.device):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def widens(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if many rows are multiplied as float32: in bfloat16 on a processor that oneDNN has no product for."""
+    """True if many rows are multiplied in float32: bfloat16 on a processor for which oneDNN has no product."""
     return dtype == torch.bfloat16 and device.type == "cpu" and not _has_bfloat16()
 
 
@@ -257,8 +259,8 @@ def _has_bfloat16() -> bool:
 
 @contextmanager
 def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Let torch multiply single rows of bfloat16 by its own product on a CPU, in all of the process."""
-    onednn: Any = torch.backends.mkldnn  # typed as what makes its properties
+    """Let torch multiply single rows of bfloat16 on a CPU with its own product, in the whole process."""
+    onednn: Any = torch.backends.mkldnn  # whose types hide that the property can be set
     enabled = onednn.enabled
     onednn.enabled = enabled and not (dtype == torch.bfloat16 and device.type == "cpu")
     try:
@@ -268,7 +270,7 @@ def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def is_one_row(x: Tensor) -> bool:
-    """True if ``x [..., K]`` is one contiguous row: a single token's."""
+    """True if ``x [..., K]`` is one contiguous row, that of a single token."""
     return x.numel() == x.shape[-1] and x.is_contiguous()
 
 
@@ -285,14 +287,14 @@ def in_blocks(processor: Path = PROCESSOR) -> bool:
 
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     size = x.shape[-1]
-    # The row as every block's column; made one by ``view(size, 1)`` it would be ten times as slow.
+    # The row as every block's column; ``view(size, 1)`` would be ten times as slow.
     column = x.as_strided((blocks, size, 1), (0, 1, size))
     product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
 
-def _of_a_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """What verifies drafts: each weight is read once for all rows. None where there is no loop for it."""
+def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product of a few rows, as in verifying drafts, that reads each weight once; None without a loop for it."""
     rows, size = x.numel() // x.shape[-1], x.shape[-1]
     if not 1 < rows <= FEW or weight.dtype != torch.float32 or weight.device.type != "cpu" or not in_blocks():
         return None
@@ -310,7 +312,7 @@ def _of_a_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 @cache
 def _blocks(rows: int) -> int:
-    """Number of blocks: as many as threads, at least ``BLOCKS``; 1 where that number does not divide ``rows``."""
+    """Number of blocks: a power of two, at least the threads and ``BLOCKS`` if it divides ``rows``, else less."""
     blocks = BLOCKS
     while blocks < torch.get_num_threads():
         blocks *= 2
@@ -320,10 +322,10 @@ def _blocks(rows: int) -> int:
 
 
 class ThreadBudget:
-    """Inside this context torch computes on the threads that have a core of their own, outside on all that it had.
+    """Inside this context torch uses as many threads as have a core of their own, outside as many as before.
 
-    Where the device is no CPU, or ``OMP_DYNAMIC=false`` says that the number is not to change, nothing happens.
-    ``pause`` is in seconds: after a longer one what others did in it says nothing about now.
+    It does nothing if the device is not a CPU or ``OMP_DYNAMIC=false`` fixes the number. ``pause`` is in seconds: a
+    sample over a longer time is ignored, because it says nothing about the present.
     """
 
     def __init__(
@@ -352,7 +354,7 @@ class ThreadBudget:
             torch.set_num_threads(self._most)
 
     def sample(self) -> None:
-        """See what others took since the last sample, unless that was just before."""
+        """Measure the processor time that others took since the last sample, unless that is less than 0.1 s old."""
         now, (then, before, own) = self._clock(), self._seen
         if not self._samples or now - then < SAMPLE_S:
             return

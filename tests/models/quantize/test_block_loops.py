@@ -82,8 +82,8 @@ def test_packed_weights_are_not_kept_where_they_were_before(kind):
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     before = torch.cat([linear(x) for linear in layer], -1)
     defragment(layer)
-    assert [rows._known for _, rows in all_rows(layer)] == [(0, None)] * 3
+    assert [rows._cached for _, rows in all_rows(layer)] == [(0, None)] * 3
     assert torch.equal(torch.cat([linear(x) for linear in layer], -1), before)
     merged = weight_of(layer[0]).merged(layer)
-    assert [rows._known for _, rows in all_rows(layer)] == [(0, None)] * 3
+    assert [rows._cached for _, rows in all_rows(layer)] == [(0, None)] * 3
     assert torch.equal(merged.multiply(x), before)
