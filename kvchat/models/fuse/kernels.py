@@ -1,10 +1,9 @@
 """Triton kernels for one decoded token's projections, and for the rotation of queries and keys.
 
-A projection of one token reads every weight once and computes next to nothing, so it takes the time its bytes take.
-Weights of 8 bits are read as they are: each row's scale multiplies its sum.
-What is small beside it (the norm before, SiLU, bias, the residual, the rotation of heads) is done on the way: in a CUDA
-graph a kernel of its own costs about 2 us however little it does. All sums are in float32. Imported only where Triton
-is usable.
+A projection of one token reads every weight once and computes almost nothing, so its time is that of reading. Weights
+of 8 bits are not unpacked: each row's scale multiplies its sum. Small operations (the norm before, SiLU, bias, the
+residual, the rotation of heads) are part of the same kernel, because in a CUDA graph any kernel costs about 2 us. All
+sums are in float32. Imported only if Triton can be used.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of one tile of weights, 8 KiB in half precision. Matrices of few rows are read faster in smaller tiles,
-# because there are more programs then. Prototypes on an H200 read 3011 GB/s (4096 x 4096) to 4425 GB/s (128256 x 4096)
-# with such tiles, cuBLAS 2472 to 4231.
+# Elements of one tile of weights, 8 KiB in half precision. Matrices with few rows are read faster in smaller tiles,
+# which give more programs. With such tiles prototypes on an H200 read 3011 GB/s (4096 x 4096) to 4425 GB/s (128256 x
+# 4096), cuBLAS 2472 to 4231.
 TILE = 4096
 FEW_ROWS = 4096
 WIDEST = 1024
@@ -42,7 +41,7 @@ def _dot(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """``weight[rows] @ (rms_norm(x) * norm)`` in one pass over x: the norm's factor is the same for all rows."""
+    """``weight[rows] @ (rms_norm(x) * norm)`` in one pass over x: the RMS factor is the same for all rows."""
     total = tl.zeros((ROWS, COLS), tl.float32)
     squares = tl.zeros((COLS,), tl.float32)
     at = weight + rows.to(tl.int64)[:, None] * size
@@ -91,9 +90,9 @@ def _project(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The first ``turned`` rows are heads that are rotated, ``2 * HALF`` each; with HALF 0 none are."""
+    """The first ``turned`` rows are heads to rotate, of ``2 * HALF`` rows each; with HALF 0 none are rotated."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if HALF:  # neighbors are a row and the one that it turns with
+    if HALF:  # makes each row the neighbor of the row that it is rotated with
         within = rows // 2 % HALF + rows % 2 * HALF
         rows = rows // 2 // HALF * (2 * HALF) + within
     result = _dot(x, weight, scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
@@ -209,11 +208,11 @@ def project(
     scales: Tensor | None = None,
     turns: tuple[int, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One token's ``weight @ x + bias + residual``, with ``x`` normalized first (RMS, scaled by ``norm``) if given.
+    """One token's ``weight @ x + bias + residual``; with ``norm`` x is normalized first (RMS, scaled by ``norm``).
 
-    ``x`` is ``[..., K]`` with one token, ``weight [N, K]``, in int8 with ``scales [N]``, ``bias [N]``, ``norm [K]`` and
-    ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype. With ``turns`` it is heads of d
-    elements, of which so many, from the first on, are rotated by the cosines and sines ``[1, 1, d]``.
+    ``x`` is ``[..., K]`` with one token, ``weight [N, K]`` (with ``scales [N]`` if it is int8), ``bias [N]``,
+    ``norm [K]`` and ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype. ``turns`` are the
+    number of elements to rotate, which are the first heads of d elements each, and cosines and sines ``[1, 1, d]``.
     """
     n_rows, size = weight.shape
     out = x.new_empty(*x.shape[:-1], n_rows)
@@ -241,8 +240,8 @@ def gated(
 ) -> Tensor:
     """One token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalized first if ``norm [K]`` is given.
 
-    ``x`` is ``[..., K]`` with one token, ``weight [2 N, K]`` is gate's above up's, in int8 with ``scales [2 N]``, all
-    contiguous; the result is ``[..., N]``.
+    ``x`` is ``[..., K]`` with one token. ``weight [2 N, K]`` is gate's followed by up's, with ``scales [2 N]`` if it is
+    int8. All are contiguous; the result is ``[..., N]``.
     """
     n_rows, size = len(weight) // 2, weight.shape[1]
     out = x.new_empty(*x.shape[:-1], n_rows)
@@ -257,7 +256,7 @@ def gated(
 def rotate(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[tuple[Tensor, float]] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Turn ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, first half against second half of a head.
+    """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, pairing the first half of a head with the second.
 
     ``cos`` and ``sin`` are ``[1, n, d]`` and contiguous; queries and keys need only contiguous heads. Both results are
     contiguous. With ``norms``, weight ``[d]`` and epsilon for queries and for keys, each head is normalized first.
@@ -277,7 +276,7 @@ def rotate(
 
 
 def _tile(n_rows: int, size: int) -> tuple[int, int]:
-    """Rows and columns of one tile; columns that divide the row need no mask."""
+    """Rows and columns of one tile; if the columns divide the row no mask is needed."""
     cols = next((cols for cols in (WIDEST, WIDEST // 2, WIDEST // 4) if size % cols == 0), WIDEST)
     cols = min(cols, triton.next_power_of_2(size))
     rows = max(1, TILE // cols)
@@ -285,5 +284,5 @@ def _tile(n_rows: int, size: int) -> tuple[int, int]:
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, not on its operands'."""
+    """Make the device of ``x`` current: Triton launches on the current device, not on its operands'."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

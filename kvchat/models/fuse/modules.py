@@ -1,20 +1,20 @@
-"""Fuses modules of a loaded model: their forwards are swapped for ones of fewer kernels. No model is reimplemented.
+"""Fuses modules of a loaded model: replaces their forwards by ones with fewer kernels. No model is reimplemented.
 
-Modules are recognized by their structure and by what they compute for a few numbers, never by a model's name, and stay
-in the model: only the ``forward`` of single instances is replaced, so parameters, hooks and other models of the process
+Modules are recognized by their structure and by what they compute for a few numbers, never by a model's name. They stay
+in the model: only the ``forward`` of single instances is replaced, so parameters, hooks and other models in the process
 are not affected.
 
   norms               RMSNorm as one kernel
   merged projections  q, k and v as one product; their weights become views of one tensor, so no memory is added
   rope                queries and keys rotated by one kernel
-  fused layers        RMSNorm -> attention -> RMSNorm -> gated MLP, each with its residual: a norm is computed in the
-                      projections after it, a residual in the one before it, SiLU(gate) * up in those two
-  attention           that only projects, rotates and attends is one function: on a CPU modules, views and look-ups of
-                      its own forward take a tenth of the time of a token of the bundled model
+  fused layers        RMSNorm -> attention -> RMSNorm -> gated MLP, each with its residual: the projections after a norm
+                      compute it, the projection before a residual adds it, gate and up compute SiLU(gate) * up
+  attention           one function if it only projects, rotates and attends: on a CPU modules, views and look-ups of
+                      its own forward take a tenth of the bundled model's time per token
 
 The operations are stock torch, and for one decoded token on a GPU Triton ``kernels``. torch.compile is no alternative:
-it ends a graph at the KV manager in every layer, took 27 s for an 8B model (H200, static cache), and does not put a
-norm into cuBLAS's products. Before anything is answered the fused model is compared with the plain one, and restored if
+it breaks the graph at the KV manager in every layer, took 27 s for an 8B model (H200, static cache), and does not merge
+a norm into cuBLAS's products. Before the first answer the fused model is compared with the plain one, and restored if
 they differ.
 """
 
@@ -67,9 +67,9 @@ def fuse(
 ) -> FusionReport:
     """Fuse the modules of ``model`` that are recognized, and check the result unless it ``passed_before``.
 
-    ``model`` is loaded, on its device, with kvchat's attention. If the fused model fails with ``kernels``
-    (``kernels_for``), it is fused without them; if it fails without them too, it is restored. ``plain`` are its
-    ``sample_logits``, if they are there.
+    ``model`` is loaded, on its device, with kvchat's attention. If the check fails with ``kernels`` (``kernels_for``)
+    the model is fused without them; if it fails again the model is restored. ``plain`` are its ``sample_logits``, if
+    they were computed before.
     """
     if plain is None and not passed_before:
         plain = sample_logits(model)
@@ -80,7 +80,7 @@ def fuse(
             _fuse_modules(model, Operations(chosen), swaps)
             if plain is not None:
                 _check(model, plain)
-        except Exception as error:  # noqa: BLE001  # whatever a kernel or a module raises, the plain model is right
+        except Exception as error:  # noqa: BLE001  # whatever a kernel or a module raises: the plain model works
             swaps.undo()
             failure = failure or f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
         else:
@@ -89,7 +89,7 @@ def fuse(
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """The Triton kernels, on a GPU with Triton installed."""
+    """The Triton kernels; None without a GPU or without Triton."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from kvchat.models.fuse import kernels
@@ -98,7 +98,7 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
 
 class Swaps:
-    """The forwards replaced so far. ``kinds`` are the kinds of modules fused, in order."""
+    """The forwards replaced so far; ``kinds`` are the kinds of fused modules, in order."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, None] = {}
@@ -168,7 +168,7 @@ def _fuse_layer(
 ) -> None:
     attention, mlp, output = layer.self_attn, layer.mlp, Output(layer.self_attn.o_proj, operations)
     first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
-    added: Sequence[Norm | None] = (None, None)  # of what attention and MLP add
+    added: Sequence[Norm | None] = (None, None)  # norms of what attention and MLP add
     if hasattr(layer, BEFORE_MLP):
         added, second = (second, norms[layer.post_feedforward_layernorm]), norms[layer.pre_feedforward_layernorm]
     gate_up, gate = merge_weights([mlp.gate_proj, mlp.up_proj]), gate_of(mlp)
@@ -180,8 +180,8 @@ def _fuse_layer(
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
-            in_numbers = one_token and is_one_row(hidden_states) and hidden_states.dtype == torch.float32
-            turns = operations.turns(*kwargs["position_embeddings"]) if in_numbers else None
+            is_float32_row = one_token and is_one_row(hidden_states) and hidden_states.dtype == torch.float32
+            turns = operations.turns(*kwargs["position_embeddings"]) if is_float32_row else None
             if one_token and turns:
                 return one_token(hidden_states, *turns)
             attended = fused(hidden_states, kwargs["position_embeddings"], first, None if added[0] else hidden_states)
@@ -206,7 +206,7 @@ def _one_token_layer(
     gate: int,
     down: nn.Linear,
 ) -> OneTokenLayer | None:
-    """The layer as one loop before attention and one after; None unless loops multiply all of it, packed alike."""
+    """The layer as one loop before attention and one after; None unless loops multiply all matrices, packed alike."""
     output = fused.module.o_proj
     matrices = fused.merged.weight, weight_of(output), gate_up, weight_of(down)
     found = [matrix.arrays for matrix in matrices if isinstance(matrix, PackedRows)]
@@ -220,7 +220,7 @@ def _one_token_layer(
 
 
 def _rebound(forward: FunctionType, operations: Operations) -> FunctionType:
-    """``forward`` with the global name of the rotation bound to ours; its module's own globals stay as they are."""
+    """``forward`` with the global name of the rotation bound to ours; the globals of its module do not change."""
     names = forward.__globals__ | {ROTATION: partial(_rotate, operations, forward.__globals__[ROTATION])}
     rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     rebound.__kwdefaults__ = forward.__kwdefaults__
@@ -249,7 +249,7 @@ def _check(model: Any, plain: Tensor) -> None:
 
 
 def rms_norm(module: Any) -> Norm | None:
-    """The RMSNorm that ``module`` computes: ``x / rms(x)`` times its weight, or as Gemma's times 1 + weight."""
+    """The RMSNorm that ``module`` computes: ``x / rms(x)`` times weight, or times 1 + weight as in Gemma; else None."""
     weight, eps = getattr(module, "weight", None), _epsilon(module)
     if (
         not isinstance(weight, Tensor)
@@ -258,7 +258,7 @@ def rms_norm(module: Any) -> Norm | None:
         or len([*module.parameters(recurse=False)]) != 1
     ):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm is one only without its gate
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm takes a gate too
         return None
     x = numbers(weight) + 1
     measured = _outcome(module, x)
@@ -273,7 +273,7 @@ def rms_norm(module: Any) -> Norm | None:
 
 
 def is_attention(module: Any) -> bool:
-    """``module`` projects its input to queries, keys and values by Linears that can be merged."""
+    """True if ``module`` projects its input to queries, keys and values by Linears that can be merged."""
     return _has(module, "q_proj", "k_proj", "v_proj") and _mergeable(projections(module))
 
 
@@ -283,18 +283,17 @@ def projections(module: Any) -> list[Any]:
 
 
 def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[nn.Module]) -> bool:
-    """``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all of its parts recognized too.
+    """True if ``module`` is norm -> attention -> + -> norm -> gated MLP -> +, and all of its parts are recognized.
 
-    Gemma's also has a norm before each sum.
+    Gemma's layers also have a norm before each sum.
     """
     children = _children(module)
     if children not in (LAYER, LAYER | AROUND_MLP) or module.self_attn not in attentions:
         return False
     if any(getattr(module, name) not in norms for name in children - {"self_attn", "mlp"}):
         return False
-    only_merged_read = _children(module.self_attn) <= ATTENTION
     return (
-        only_merged_read
+        _children(module.self_attn) <= ATTENTION  # only the merged projections read the layer's input
         and is_plain(module.self_attn.o_proj)
         and gate_of(module.mlp) > 0
         and _adds_like_a_layer(module)
@@ -302,7 +301,7 @@ def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[n
 
 
 def _adds_like_a_layer(layer: nn.Module) -> bool:
-    """Another sum or order of the parts gives another number."""
+    """True if a layer adds its parts in the known order; any other order or sum would give another number."""
     parts: dict[str, Callable[..., Any]] = {
         "input_layernorm": lambda x: x + 1,
         "self_attn": lambda hidden_states, **kwargs: (hidden_states * 3, None),
@@ -316,7 +315,7 @@ def _adds_like_a_layer(layer: nn.Module) -> bool:
 
 
 def gate_of(mlp: Any) -> int:
-    """The number of ``gate`` in ``GATES`` where the MLP is ``down(gate(gate_proj(x)) * up(x))``, from 1 on; else 0."""
+    """The number of ``gate`` in ``GATES``, from 1, if the MLP is ``down(gate(gate_proj(x)) * up(x))``; else 0."""
     if not _has(mlp, "gate_proj", "up_proj", "down_proj") or not _mergeable([mlp.gate_proj, mlp.up_proj]):
         return 0
     if mlp.gate_proj.bias is not None or not is_plain(mlp.down_proj):
@@ -329,7 +328,7 @@ def gate_of(mlp: Any) -> int:
 
 
 def rotates_halves(forward: Any) -> bool:
-    """``forward`` calls a rotation that pairs the first half of a head with its second."""
+    """True if ``forward`` calls a rotation that pairs the first half of a head with its second."""
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return False
     query, key, angle = (numbers(torch.empty(1, heads, 3, 8)) for heads in (2, 1, 1))
@@ -358,13 +357,13 @@ def _likeness(linear: Any) -> tuple[Any, ...]:
 
 
 def is_plain(module: Any) -> bool:
-    """``module`` is a Linear with its own forward: of unquantized weights, or packed on a CPU."""
+    """True if ``module`` is a Linear with its own forward and unquantized weights, or with ``PackedRows``."""
     if type(module) is not nn.Linear:
         return False
     weight, forward = weight_of(module), module.__dict__.get("forward")
     if isinstance(weight, PackedRows):
         return bool(forward == weight.forward)
-    # A quantizer's own tensors say they are floating point; they can be sliced, and often not put together again.
+    # A quantizer's own tensors claim to be floating point; they can be sliced, but often not concatenated.
     return type(weight) is nn.Parameter and weight.is_floating_point() and forward is None
 
 
@@ -402,7 +401,7 @@ def _results_in(module: nn.Module, x: float, expected: float) -> bool:
 
 
 def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
-    """The result of the module's class for ``x``; None if it raises or gives no tensor."""
+    """The result of the forward of the module's class for ``x``; None if it raises or returns no tensor."""
     try:
         with torch.inference_mode():
             result = type(module).forward(module, x)
@@ -418,9 +417,9 @@ def numbers(like: Tensor) -> Tensor:
 
 
 class FusedAttention:
-    """The attention ``module``, whose projections are ``merged``.
+    """The attention ``module`` as one function, with its projections ``merged``.
 
-    ``head_norms`` are those of each query and of each key, before they are rotated; empty where there are none.
+    ``head_norms`` are the norms of queries and of keys, before the rotation; empty if the module has none.
     """
 
     def __init__(
@@ -434,31 +433,31 @@ class FusedAttention:
         self.heads = [size // self._size for size in merged.sizes]  # of queries, keys and values
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
-        """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
+        """True if the fused forward can compute this call: no mask, no transformers' cache, angles of its head size."""
         if any(arguments.get(name) is not None for name in ("attention_mask", "past_key_values", "cache")):
-            return False  # the cache has its own name since transformers 5.24
+            return False  # the cache is called "cache" since transformers 5.24
         angles = arguments.get("position_embeddings")
         return angles is not None and angles[0].shape == (1, hidden.shape[1], self._size)
 
     def __call__(
         self, hidden: Tensor, angles: tuple[Tensor, Tensor], norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The module's output for ``hidden [1, n, K]``, normalized if given, plus ``residual [1, n, K]``.
+        """The module's output for ``hidden [1, n, K]``, first normalized by ``norm``, plus ``residual [1, n, K]``.
 
-        ``angles`` are the cosines and sines ``[1, n, d]`` of its positions.
+        ``angles`` are the cosines and sines ``[1, n, d]`` of the positions.
         """
         output, tokens, (queries, keys, _) = self.module.o_proj, hidden.shape[1], self.heads
         weight, bias = self.merged.weight, self.merged.bias
-        if alone := attention_hook.wants_query_only():
+        if query_only := attention_hook.wants_query_only():
             weight, bias, keys = weight_of(self.module.q_proj), self.module.q_proj.bias, 0
         turns = None if self.head_norms else ((queries + keys) * self._size, *angles)
-        product, is_turned = self._operations.project_heads(hidden, weight, bias, norm, turns)
+        product, is_rotated = self._operations.project_heads(hidden, weight, bias, norm, turns)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
         query, key = heads[:, :queries], heads[:, queries : queries + keys]
-        if not is_turned:
-            turned = heads[:, : queries + keys]
-            query, key = self._operations.rotate_together(turned, queries, *angles, self.head_norms)
-        key, value = (query, query) if alone else (key, heads[:, queries + keys :])
+        if not is_rotated:
+            both = heads[:, : queries + keys]
+            query, key = self._operations.rotate_together(both, queries, *angles, self.head_norms)
+        key, value = (query, query) if query_only else (key, heads[:, queries + keys :])
         attended, _ = attention_hook.attention(self.module, query, key, value, None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 
@@ -466,7 +465,7 @@ class FusedAttention:
 def fused_attention(
     module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype, norms: Mapping[nn.Module, Norm]
 ) -> FusedAttention | None:
-    """The same as one function, checked with states in ``dtype``; None where the module computes something else."""
+    """A ``FusedAttention``, checked with states in ``dtype``; None if the module computes something else."""
     own = [module.get_submodule(name) for name in HEAD_NORMS if name in _children(module)]
     head_norms = [norms[norm] for norm in own if norm in norms]
     known = _children(module) == (ATTENTION if own else CHILDREN) and len(head_norms) == len(own)
@@ -499,23 +498,23 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
 
 
 class Operations:
-    """The operations of fused modules: stock torch, and ``kernels`` for one token where they are given."""
+    """The operations of fused modules: stock torch, and ``kernels``, if given, for one token."""
 
     def __init__(self, kernels: ModuleType | None) -> None:
         self._kernels = kernels
-        # Of the last rotation's sines: all layers of a forward get the same.
+        # Caches of the last rotation, because all layers of a forward get the same angles.
         self._sin: Tensor | None = None
         self._signed_sin: Tensor | None = None
-        self._turned_by: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._angles: tuple[Any, Any] | None = None
+        self._last_angles: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._turns: tuple[Any, Any] | None = None
 
     def _kernels_for(self, x: Tensor, weight: Weight) -> ModuleType | None:
-        """The kernels, where they are given and multiply ``x`` by ``weight``."""
+        """The kernels if they can multiply ``x`` by ``weight``, else None."""
         return self._kernels if self._kernels and is_one_row(x) and not isinstance(weight, Int4Tiles) else None
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         if x.device.type == "cpu" and is_one_row(x):
-            # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
+            # torch's own takes 20 to 60 us for one token. On a CPU reading the sum costs nothing.
             row = x.float().view(-1)
             scale: float = (float(torch.dot(row, row)) / row.shape[0] + norm.eps) ** -0.5
             return (row * scale).mul_(norm.weight).view(x.shape).to(x.dtype)
@@ -529,7 +528,7 @@ class Operations:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
+        """``x [..., K]``, first normalized by ``norm``, through ``weight [N, K]``, plus ``bias`` and ``residual``."""
         if kernels := self._kernels_for(x, weight):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
@@ -549,7 +548,7 @@ class Operations:
         norm: Norm | None,
         turns: tuple[int, Tensor, Tensor] | None,
     ) -> tuple[Tensor, bool]:
-        """``project``, and whether ``turns`` are done too: how many numbers of heads are rotated, by which angles."""
+        """``project``, and True if the heads were rotated too; ``turns`` as in ``kernels.project``."""
         kernels = self._kernels_for(x, weight)
         if turns is None or kernels is None:
             return self.project(x, weight, bias, norm), False
@@ -557,7 +556,10 @@ class Operations:
         return kernels.project(x, weight.data, bias, scale, eps, None, _scales(weight), turns), True
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
-        """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""
+        """``gate(x) * up(x)`` of ``x [..., K]``, first normalized; ``weight [2 N, K]`` is gate's followed by up's.
+
+        ``kind`` is the gate's number in ``GATES``.
+        """
         if kind == SILU and (kernels := self._kernels_for(x, weight)):
             result: Tensor = kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
             return result
@@ -569,7 +571,7 @@ class Operations:
         return GATES[kind - 1](gate).mul_(up)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]`` by ``cos`` and ``sin [1, n, d]``, all d of them."""
+        """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, all of d, by ``cos`` and ``sin [1, n, d]``."""
         if self._kernels:
             rotated: tuple[Tensor, Tensor] = self._kernels.rotate(query, key, cos, sin)
             return rotated
@@ -578,9 +580,9 @@ class Operations:
     def rotate_together(
         self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor, norms: Sequence[Norm] = ()
     ) -> tuple[Tensor, Tensor]:
-        """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them.
+        """``rotate`` of ``heads [1, H_q + H, n, d]``, whose first ``queries`` are the query's; may write into them.
 
-        Each is normalized first, where there are ``norms`` of queries and of keys.
+        With ``norms``, of queries and of keys, each head is normalized first.
         """
         if self._kernels:
             query, key = heads[:, :queries], heads[:, queries:]
@@ -589,22 +591,19 @@ class Operations:
         if norms:
             parts = zip((heads[:, :queries], heads[:, queries:]), norms, strict=True)
             heads = torch.cat([self.normed(part, norm) for part, norm in parts], 1)
-        of_one = heads.shape[2] == 1 and _are_numbers(heads)
-        if of_one and (loops := compiled_loops()) and (turns := self.turns(cos, sin)):
+        is_one_token = heads.shape[2] == 1 and _are_float32_on_cpu(heads)
+        if is_one_token and (loops := compiled_loops()) and (turns := self.turns(cos, sin)):
             loops.rotate(heads[0, :, 0].numpy(), *turns)
             return heads[:, :queries], heads[:, queries:]
-        turned = self._rotated(heads, cos, sin)
-        return turned[:, :queries], turned[:, queries:]
+        both = self._rotated(heads, cos, sin)
+        return both[:, :queries], both[:, queries:]
 
     def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any] | None:
-        """``cos`` and ``sin [1, 1, d]`` as numpy sees them, ``[d]``; None where it does not see them as they are.
-
-        All layers of a token ask for the same.
-        """
-        if not (cos is self._turned_by[0] and sin is self._turned_by[1]):
-            self._turned_by = cos, sin
-            self._angles = (cos.view(-1).numpy(), sin.view(-1).numpy()) if _are_numbers(cos, sin) else None
-        return self._angles
+        """``cos`` and ``sin [1, 1, d]`` as numpy arrays ``[d]``; None unless both are float32 on the CPU."""
+        if not (cos is self._last_angles[0] and sin is self._last_angles[1]):
+            self._last_angles = cos, sin
+            self._turns = (cos.view(-1).numpy(), sin.view(-1).numpy()) if _are_float32_on_cpu(cos, sin) else None
+        return self._turns
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = sin.shape[-1] // 2
@@ -612,23 +611,22 @@ class Operations:
             self._sin, self._signed_sin = sin, torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         assert self._signed_sin is not None
         rotated = torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
-        return rotated.to(heads.dtype)  # some models' angles are float32 whatever they run in
+        return rotated.to(heads.dtype)  # some models' angles are always float32
 
 
 def _scales(weight: Weight) -> Tensor | None:
-    """Of each row, where they have 8 bits."""
+    """The scale of each row if they have 8 bits, else None."""
     return weight.scales if isinstance(weight, Int8Rows) else None
 
 
-def _are_numbers(*tensors: Tensor) -> bool:
-    """True if numpy sees them as they are."""
+def _are_float32_on_cpu(*tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
 
 
 class MergedLinear:
-    """Several Linears of one input as one product; ``norm``, set before the call, is applied to that input first.
+    """Several Linears of one input as one product; a ``norm`` set before the call normalizes the input first.
 
-    The Linear called first computes all parts; the others return theirs when they are called with the same input.
+    The first part called computes all parts; the others return theirs when they are called with the same input.
     """
 
     def __init__(self, linears: list[nn.Linear], operations: Operations) -> None:
@@ -655,7 +653,7 @@ class MergedLinear:
 
 
 class Output:
-    """A Linear that adds the ``residual`` set before the call."""
+    """A Linear that adds the ``residual``, which is set before each call."""
 
     def __init__(self, linear: nn.Linear, operations: Operations) -> None:
         self._linear = linear
@@ -668,6 +666,6 @@ class Output:
 
 
 def merge_weights(linears: Sequence[nn.Linear]) -> Weight:
-    """The weights of Linears of one input as one matrix, of which theirs become views."""
+    """The weights of Linears of one input as one matrix; their own weights become views of it."""
     rows = weight_of(linears[0])
     return rows.merged(linears) if isinstance(rows, PackedRows) else merge([linear.weight for linear in linears])

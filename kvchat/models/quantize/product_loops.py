@@ -1,12 +1,12 @@
-"""Products of packed weights with one token's row, compiled by numba: in whole numbers, as llama.cpp multiplies.
+"""Products of packed weights with one token's row, compiled by numba: in integers, as in llama.cpp.
 
-The row is rounded to 16 bits first, each 32 of its numbers with a step of their own: bfloat16, in which torch's kernel
-takes it, has 8. Then 32 products take a processor a few instructions. On an EPYC with AVX2 one thread multiplies by the
-106 million weights of SmolLM2's layers, of 4 bits, in 20.4 ms, by torch's kernel in 29.4; by the 28 million of its head
-in 6.2 ms of 8 bits, in 12.9 of 32. LLVM makes of no loop what it takes, so the instructions are written out: on x86
-those that add pairs of products, or four of them (AVX-512 VNNI: one thread of an EPYC multiplies by 3,072 x 576 weights
-of 4 bits that come from memory in 34 us and not in 57), on other processors what they mean. What comes before and after
-a product in a layer is done in the same call, which takes torch a dozen.
+The row is rounded to 16 bits first, with a step for every 32 numbers; torch's kernel takes it in bfloat16, which has 8.
+Then a processor needs a few instructions for 32 products. On an EPYC with AVX2 one thread multiplies the 106 million
+weights of SmolLM2's layers in 20.4 ms in 4 bits, torch's kernel in 29.4; the 28 million of its head take 6.2 ms in 8
+bits and 12.9 in 32. LLVM finds these instructions in no loop, so they are written out: on x86 those that add two
+products, or four (AVX-512 VNNI: one thread of an EPYC multiplies 3,072 x 576 weights of 4 bits from memory in 34 us
+instead of 57), on other processors their equivalents. Operations of the layer before and after a product are part of
+the same call; torch would need a dozen calls.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvchat.models.quantize.rows import GELU
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
 MOST = 127 * 256  # of 16 bits, so that the upper half is at most 127
-HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
-# Before they are due they are asked for. A group's scales lie far from those of the next one in the same rows: without
-# this what SmolLM2's layers multiply by took 1.2 times as long from memory, its head 1.1 times.
+HALF = 16  # products of 4 and 8 bits whose sum fits into 16 bits
+# Prefetched, because the scales of consecutive groups of a row are far apart: without it the products of SmolLM2's
+# layers took 1.2 times as long from memory, its head's 1.1 times.
 GROUPS_AHEAD, BLOCKS_AHEAD = 4, 4
 SCALE_BYTES = 4  # of a scale and a zero point
 GELU_SCALE, GELU_CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
@@ -40,7 +40,7 @@ ZERO = 8  # the level of 4 bits that stands for the group's zero point
 ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], i8, f4[::1]"  # the arguments of a product after its matrix
 NORM = "f4[::1], f4"
 MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 bits, of 8
-# The processor adds pairs of products; numba compiles for another one where it is told to.
+# The processor adds pairs of products; unknown if numba is told to compile for another one.
 PAIRS = llvm.get_host_cpu_features().get("avx2", False) and not numba.config.CPU_NAME
 FOURS = PAIRS and llvm.get_host_cpu_features().get("avx512vnni", False)  # or sums of four at once
 BYTE, SHORT, WORD, SIZE, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -60,9 +60,9 @@ def _normalize(x: Array, norm: Array, eps: np.float32) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Array]:
-    """``x [K]`` in 16 bits, normalized first where ``norm [K]`` is given.
+    """``x [K]`` in 16 bits, first normalized by ``norm [K]`` unless that is empty.
 
-    Returns the levels ``[K]``, the steps of its groups and the sums of their levels ``[K / 32]``.
+    Returns the levels ``[K]``, and the steps and the sums of levels of its groups, ``[K / 32]`` each.
     """
     size, groups = len(x), len(x) // GROUP
     levels, steps, sums = np.empty(size, np.int16), np.empty(groups, np.float32), np.empty(groups, np.int32)
@@ -75,7 +75,7 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
         for i in range(GROUP):
             value = row[GROUP * group + i]
             most = max(most, abs(value))
-            unknown += value * np.float32(0)  # NaN of what is not finite, as it must be in the product too
+            unknown += value * np.float32(0)  # NaN if a value is not finite, so that the product is NaN too
         inverse = np.float32(MOST) / most if most > 0 else np.float32(0)
         total = np.int32(0)
         for i in range(GROUP):
@@ -88,7 +88,7 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _halves(levels: Array) -> tuple[Array, Array]:
-    """``levels`` as 256 times the first and the second, in 8 bits each."""
+    """The 8-bit numbers ``upper`` and ``lower`` with ``levels = 256 * upper + lower``."""
     upper, lower = np.empty(len(levels), np.int8), np.empty(len(levels), np.int8)
     for i in range(len(levels)):
         level = np.int32(levels[i])
@@ -99,9 +99,9 @@ def _halves(levels: Array) -> tuple[Array, Array]:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _finish(rows: Array, bias: Array, residual: Array, gate: int, out: Array) -> None:
-    """Add the ``bias`` and the ``residual`` that are given; or put the ``gate`` of the first half times the second out.
+    """Add ``bias`` and ``residual`` to ``rows``, unless empty; with ``gate`` write gate(first half) * second half.
 
-    Both gates are a number times the logistic function, SILU of itself, and GELU (its tanh form) of a cubic.
+    Both gates multiply x by a logistic function: SILU of x itself, GELU (in its tanh form) of a cubic of x.
     """
     for i in range(len(bias)):
         rows[i] += bias[i]
@@ -124,20 +124,20 @@ def _vector(kind: ir.Type, width: int) -> ir.VectorType:
 
 
 def _part(builder: Any, vector: Any, first: int, width: int) -> Any:
-    """``width`` elements of a vector from the ``first`` on."""
+    """``width`` elements of a vector, beginning with ``first``."""
     mask = ir.Constant(_vector(WORD, width), list(range(first, first + width)))
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
 
 def _splat(builder: Any, number: Any, width: int) -> Any:
-    """A vector of a number."""
+    """A vector whose elements are all ``number``."""
     nothing = ir.Constant(_vector(number.type, width), ir.Undefined)
     one = builder.insert_element(nothing, number, WORD(0))
     return builder.shuffle_vector(one, nothing, ir.Constant(_vector(WORD, width), [0] * width))
 
 
 def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
-    """One of LLVM's intrinsics."""
+    """A call of one of LLVM's intrinsics."""
     shape = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, shape, name), arguments, fastmath=fastmath)
 
@@ -147,12 +147,12 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _load(builder: Any, array: Any, index: Any, kind: ir.Type, align: int = 1) -> Any:
-    """A vector from the element ``index`` of an array on."""
+    """A vector loaded from an array, beginning at the element ``index``."""
     return builder.load(builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer()), align=align)
 
 
 def _prefetch(builder: Any, array: Any, index: Any, size: int) -> None:
-    """Ask for ``size`` bytes of an array from the element ``index`` on."""
+    """Prefetch ``size`` bytes of an array, beginning at the element ``index``."""
     pointer = builder.bitcast(builder.gep(array.data, [index]), BYTE.as_pointer())
     for at in range(0, size, LINE):
         build_prefetch(builder, builder.gep(pointer, [SIZE(at)]), FIRST_CACHE)
@@ -160,7 +160,7 @@ def _prefetch(builder: Any, array: Any, index: Any, size: int) -> None:
 
 # ---- 4 bits ----------------------------------------------------------------------------------------
 def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
-    """Products of two columns of 16 rows, ``weights`` of 4 bits, with two ``levels`` of 8, added: 16 of 16 bits."""
+    """The sums, in 16 bits, of two columns of 16 ``weights`` of 4 bits, each times its one of two 8-bit ``levels``."""
     shorts = _vector(SHORT, 16)
     if PAIRS:
         alternating = ir.Constant(_vector(WORD, 32), [at for row in range(16) for at in (row, 16 + row)])
@@ -179,7 +179,7 @@ def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
 def _by_pairs(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """The products of a group's columns with both ``halves`` of its levels, added up: of 16 rows 16 of 32 bits."""
+    """The sums, in 32 bits, of a group's columns times its levels: for each 16 rows one for each of the ``halves``."""
     bytes_, words = _vector(BYTE, width), _vector(WORD, 16)
     four, low_half = ir.Constant(bytes_, [4] * width), ir.Constant(bytes_, [15] * width)
     parts = range(2 * width // 16)
@@ -211,7 +211,7 @@ def _by_pairs(
 def _by_fours(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """As ``_by_pairs``, by instructions that add four products at once to 32 bits, of 32 bytes a column."""
+    """As ``_by_pairs``, by instructions that add four products at once in 32 bits; a column has 32 bytes."""
     bytes_, words = _vector(BYTE, 2 * width), _vector(WORD, 16)
     four, low_half = ir.Constant(words, [4] * 16), ir.Constant(words, [0x0F0F0F0F] * 16)
     totals: list[list[Any]] = [[ir.Constant(words, [0] * 16)] * 2 for _ in range(4)]
@@ -232,8 +232,8 @@ def _by_fours(
 
 
 def _four_bit_rows(width: int) -> Any:
-    """The product of 2 * ``width`` rows, that lie as torch packs them: of each column ``width`` bytes, of which byte i
-    has the level of row i in its lower half, and that of row ``width`` + i in its upper half.
+    """The product of 2 * ``width`` rows in torch's layout: each column has ``width`` bytes, and byte i holds the level
+    of row i in its lower half and that of row ``width`` + i in its upper half.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -298,11 +298,11 @@ def four_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """``x [K]`` through the levels ``data [N, K / 2]``, packed by torch ``width`` bytes at a time: ``out [N]``.
+    """``x [K]`` through the levels ``data [N, K / 2]``, which torch packed with ``width`` bytes a column: ``out [N]``.
 
     ``scales [K / 32, N]`` are the bits of each group's scale and zero point in bfloat16. N is a multiple of 2 * width.
-    First x is normalized by ``norm [K]``, afterwards ``bias`` and ``residual [N]`` are added; empty is none.
-    ``gate``: ``SILU`` or ``GELU`` of the first half of the result times the second half, ``out [N / 2]``; or 0.
+    x is first normalized by ``norm [K]``; ``bias [N]`` and ``residual [N]`` are added at the end; each may be empty.
+    With ``gate`` (``SILU`` or ``GELU``, else 0) ``out [N / 2]`` is the gate of the first half times the second half.
     """
     levels, steps, sums = _rounded(x, norm, eps)
     upper, lower = _halves(levels)
@@ -332,7 +332,7 @@ def unpack_four_bits(data: Array, scales: Array, width: int, out: Array) -> None
 
 # ---- 8 bits ----------------------------------------------------------------------------------------
 def _thirty_two(builder: Any, weights: Any, levels: Any) -> Any:
-    """The products of 32 ``weights`` and ``levels``, both of 16 bits, added to eight numbers of 32 bits."""
+    """Eight sums, in 32 bits, of the products of 32 ``weights`` and ``levels`` of 16 bits."""
     eight = _vector(WORD, 8)
     if PAIRS:
         halves = [[_part(builder, each, at, 16) for each in (weights, levels)] for at in (0, 16)]
@@ -344,7 +344,7 @@ def _thirty_two(builder: Any, weights: Any, levels: Any) -> Any:
 
 
 def _eight_bit_rows(rows: int) -> Any:
-    """The product of ``rows`` rows: several are read at a time, and a processor fetches ahead in each."""
+    """The product of ``rows`` rows, which are read in parallel, so that a processor prefetches in each."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(_context: Any, data: Any, scale: Any, levels: Any, steps: Any, out: Any, first: Any) -> Any:
@@ -368,7 +368,7 @@ def _eight_bit_rows(rows: int) -> Any:
                 _prefetch(builder, data, builder.mul(soon, SIZE(GROUP)), GROUP)
                 weights = builder.sext(_load(builder, data, builder.mul(group, SIZE(GROUP)), bytes_), shorts)
                 products = builder.sitofp(_thirty_two(builder, weights, values), floats)
-                # A float16 that is not negative is this float32 in 13 bits fewer, and an exponent smaller by 112.
+                # A non-negative float16 shifted by 13 bits is a float32 whose exponent is too small by 112.
                 half = builder.zext(builder.load(builder.gep(scale.data, [group])), WORD)
                 small = builder.bitcast(builder.shl(half, WORD(13)), FLOAT)
                 scaled = builder.fmul(builder.fmul(small, FLOAT(2.0**112)), step)
@@ -398,7 +398,7 @@ def eight_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """As ``four_bit_product``, of ``data [N, K]``; ``scale [N, K / 32]`` are of its groups, as bits of float16."""
+    """As ``four_bit_product`` with ``data [N, K]``; ``scale [N, K / 32]`` are each group's scale as float16 bits."""
     levels, steps, _ = _rounded(x, norm, eps)
     rows = np.empty(len(data), np.float32) if gate else out
     fours = len(data) // 4
@@ -409,9 +409,9 @@ def eight_bit_product(
     _finish(rows, bias, residual, gate, out)
 
 
-# ---- a layer, but its attention --------------------------------------------------------------------
+# ---- a layer without its attention -----------------------------------------------------------------
 def multiply(matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gate: int, out: Array) -> None:
-    """The product of a ``matrix`` as ``PackedRows.arrays`` gives it; the other arguments are those of both products."""
+    """The product with a ``matrix`` from ``PackedRows.arrays``; other arguments as in ``four_bit_product``."""
 
 
 @overload(multiply)  # type: ignore[untyped-decorator]
@@ -450,8 +450,8 @@ def begin_layer(
 ) -> None:
     """One token's queries, keys and values ``heads [n, d]`` of ``hidden [K]``, which is normalized by ``norm [K]``.
 
-    ``matrix`` and ``bias`` are those of all three, one after the other. The ``queries`` and ``keys`` are normalized
-    each by its row of ``of_heads [queries + keys, d]``, which may be ``[0, d]``, and turned by ``cos`` and ``sin [d]``.
+    ``matrix`` and ``bias`` are merged from those of all three. Each of the ``queries`` and ``keys`` is normalized by
+    its row of ``of_heads [queries + keys, d]``, which may be ``[0, d]``, and rotated by ``cos`` and ``sin [d]``.
     """
     multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), 0, heads.reshape(-1))
     for head in range(len(of_heads)):
@@ -461,7 +461,7 @@ def begin_layer(
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _add_product(matrix: Any, x: Array, bias: Array, norm: Array, eps: np.float32, residual: Array, out: Array) -> None:
-    """``residual`` plus the product of ``x`` with a matrix, which is normalized by ``norm`` if that is given."""
+    """``residual`` plus the product of ``x`` with a matrix, which is normalized by ``norm`` unless that is empty."""
     none = np.empty(0, np.float32)
     if not len(norm):
         multiply(matrix, x, bias, none, eps, residual, 0, out)
@@ -495,11 +495,10 @@ def end_layer(
     hidden: Array,
     out: Array,
 ) -> None:
-    """What one token's layer makes ``out [K]`` of ``attended``, and of the ``hidden [K]`` that it was given.
+    """One token's layer after attention: ``out [K]`` from its input ``hidden [K]`` and its heads' result ``attended``.
 
-    ``output`` projects what its attention found, ``gate_up`` and ``down`` are the matrices of its MLP, before which the
-    state is normalized by ``norm [K]``. What attention and MLP add is normalized by ``attention_norm`` and ``mlp_norm``
-    first, ``[K]`` or empty.
+    ``output`` is the matrix after attention; ``gate_up`` and ``down`` are those of the MLP, whose input is normalized
+    by ``norm [K]``. ``attention_norm`` and ``mlp_norm``, ``[K]`` or empty, normalize what attention and MLP add.
     """
     none, after = np.empty(0, np.float32), np.empty_like(hidden)
     _add_product(output, attended, output_bias, attention_norm, attention_eps, hidden, after)
