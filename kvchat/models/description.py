@@ -1,7 +1,7 @@
 """Describes a model before its weights are read: its location, configuration, device, dtype and quantization.
 
-On a CPU the dtype "auto" is the faster one for a token's largest product. What decodes a token there is reading the
-weights, which bfloat16 halves where they come from memory. A small model gains little by it and stays exact.
+On a CPU the dtype "auto" is the faster one for a token's largest product. Decoding there takes the time of reading the
+weights, which bfloat16 halves if they come from memory. A small model would gain little and stays in float32.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ LOUD = (
     "bitsandbytes",
     "torchao",
     "torch.utils._pytree",
-)  # say which kernels they lack, and what they are going to drop
+)  # packages that log missing kernels and deprecations
 BFLOAT16_CAPABILITY = (8, 0)  # Turing and older GPUs compute in float16, and emulate bfloat16 slowly
-OVERFLOWING = "gemma3"  # begins the kinds of models whose numbers are too large for float16, as their makers say
+OVERFLOWING = "gemma3"  # begins the types of models that overflow float16, as their makers say
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
 # A matrix smaller than BFLOAT16_FROM may lie in a cache (bfloat16 on an AMD EPYC with AVX-512 BF16: 2 MB as
 # fast, 17 MB 1.8 times, 67 MB 1.9 times, 180 MB 2.2 times as fast).
 ROUNDS = 5
-# It must win clearly: what K/V was stored in decides whether a saved conversation goes on without being read again.
+# bfloat16 must be clearly faster, so that the choice is stable: a saved conversation whose K/V are in the other dtype
+# has to be processed again.
 CLEARLY = 0.85
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
-    """A model that kvchat can run, and how: transformers' class for its text, device and dtype.
+    """A model that kvchat can run, with transformers' class for its text, its device and its dtype.
 
-    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with. Layers may lie on
-    ``others`` beside the device.
+    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with. ``others`` are GPUs
+    besides the device that may hold layers.
     """
 
     location: ModelLocation
@@ -68,7 +69,7 @@ class ModelDescription:
 
     @cached_property
     def shapes(self) -> Any:
-        """The model without memory for its weights."""
+        """The model on the meta device, without memory for its weights."""
         return without_memory(self.model_class, self.text_config, self.dtype)
 
     @cached_property
@@ -82,12 +83,12 @@ class ModelDescription:
 
     @cached_property
     def stored(self) -> list[StoredTensor]:
-        """The tensors in safetensors files; for weights that are not downloaded the hub is asked, file by file."""
+        """The tensors in safetensors files, by headers from the hub if the weights are not downloaded."""
         return read_headers(self.location)
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights by the headers of their files."""
+        """The weights, from the headers of their files."""
         if self.location.gguf:
             return weights.of_gguf(self.gguf)
         return weights.of_checkpoint(read_json(self.location.folder / "config.json"), self.stored)
@@ -99,7 +100,7 @@ class ModelDescription:
 
     @property
     def weakest(self) -> torch.device:
-        """Of its devices the one of the lowest capability."""
+        """The device with the lowest compute capability."""
         return min((self.device, *self.others), key=_capability)
 
     @property
@@ -114,7 +115,7 @@ class ModelDescription:
         return self.weights.loaded_bytes(quantize, self.dtype_name, self.place)
 
     def by_quantization(self) -> dict[str, int]:
-        """Bytes of the weights by quantization; a checkpoint that stays as it is quantized has only its own.
+        """Bytes of the weights by quantization; a checkpoint whose weights stay packed has only its own.
 
         Raises:
             ModelError: a file is missing or damaged.
@@ -122,7 +123,7 @@ class ModelDescription:
         return self.weights.by_quantization(self.dtype_name, self.place)
 
     def activations(self, tokens: int) -> int:
-        """Bytes of the outputs of one layer's Linears for so many tokens."""
+        """Bytes of the outputs of one layer's Linears for this number of tokens."""
         layers: int = self.shapes.config.get_text_config(decoder=True).num_hidden_layers
         modules = self.shapes.get_decoder().modules()
         widths = sum(module.out_features for module in modules if type(module) is nn.Linear) // layers
@@ -132,9 +133,9 @@ class ModelDescription:
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
     attention_hook.register()
-    own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
+    own = deepcopy(config)  # transformers writes the experts' implementation into it, and reads that on loading
     with torch.device("meta"), support.WithoutMemory():
-        # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
+        # The only one of transformers' implementations of experts that reads no tensor's values.
         return (
             model_class._from_config(
                 own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
@@ -145,11 +146,11 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:
-    """Locate the model ``name`` and read its configuration, of a hub repository without its weights.
+    """Locate the model ``name`` and read its configuration; weights on the hub are not downloaded.
 
     Raises:
-        ModelError: it cannot be found or read, or kvchat cannot run it; UsageError: no such device or dtype, or fewer
-            ``gpus``.
+        ModelError: it cannot be found or read, or kvchat cannot run it.
+        UsageError: there is no such device or dtype, or there are fewer than ``gpus`` GPUs.
     """
     on = resolve_device(device)
     others = resolve_others(on, gpus)
@@ -162,14 +163,14 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
         resolved = resolve_dtype(dtype, config, min((on, *others), key=_capability))
     except KvchatError:
         raise
-    except Exception as error:  # whatever its configuration leads to
+    except Exception as error:  # whatever an unknown configuration leads to
         raise support.unreadable(location.name, "its configuration", error) from error
     return ModelDescription(location, config, model_class, text_config, on, resolved, others)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
+    """Silence transformers' logs and progress bars in this block: the screen belongs to the application."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -197,7 +198,7 @@ def _read_config(location: ModelLocation) -> Any:
 
     if location.gguf:
         return ggufs.of_file(location.folder / location.gguf, location.name)
-    read_json(location.folder / "config.json")  # whose message for a damaged file is better
+    read_json(location.folder / "config.json")  # has a better message for a damaged file
     try:
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the hub's checks of a field's type have errors of their own
@@ -205,7 +206,7 @@ def _read_config(location: ModelLocation) -> Any:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a setting; "auto" is CUDA where there is a GPU.
+    """The torch device of a setting; "auto" is CUDA if there is a GPU.
 
     Raises:
         UsageError: there is no such device.
@@ -223,7 +224,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
-    """The GPUs beside ``first`` that layers may lie on, in CUDA's order, so that there are ``gpus`` in all.
+    """The GPUs besides ``first`` that may hold layers, in CUDA's order; ``gpus`` counts all of them.
 
     Raises:
         UsageError: there are fewer.
@@ -292,9 +293,9 @@ def _cuda_device(given: str, index: int) -> torch.device:
 
 
 def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
-    """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once.
+    """float32, or the checkpoint's ``own`` dtype if that is bfloat16 and clearly faster at its size; measured once.
 
-    Weights that stay packed are not multiplied as either, and some in ``own`` only.
+    Weights that stay packed need no measurement: some can be multiplied only in ``own``, others run in float32.
     """
     rows, columns = _largest(config)
     if only := quantization.own_dtype(config, CPU):
@@ -307,9 +308,9 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> str:
-    """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen.
+    """A sentence about the dtype that "auto" chose; "" for other settings and if the choice was float32.
 
-    Where loading ``packs`` the weights its matrices are multiplied as neither.
+    ``packs``: loading packs the weights, so the measured products do not apply.
     """
     if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
         return ""
@@ -341,6 +342,6 @@ def _timed(product: Callable[[], Tensor]) -> float:
 
 
 def _largest(config: Any) -> tuple[int, int]:
-    """Rows and columns of the MLP's first matrix; none where the configuration does not say."""
+    """Rows and columns of the MLP's first matrix; 0 if the configuration does not say."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "intermediate_size", None) or 0, getattr(text, "hidden_size", None) or 0

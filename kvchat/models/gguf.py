@@ -1,7 +1,7 @@
-"""The model in a GGUF file for transformers: its configuration, how positions are scaled, its weights by their names.
+"""Translates a GGUF file for transformers: the configuration, the scaling of positions, the weights and their names.
 
-A weight is unpacked from a memory map when it is asked for. transformers does not read the scaling of positions that a
-file names, and would rotate as without one.
+A weight is unpacked from a memory map when transformers takes it. transformers does not read a file's scaling of
+positions, and would rotate without it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
 from kvchat.models.support import unreadable
 
-# Layers of the models whose scores are scaled otherwise than by the size of a head; llama.cpp, too, tells them by that.
+# Number of layers of the models that do not scale scores by the size of a head; llama.cpp, too, recognizes them so.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
-LISTS = "tokenizer.ggml."  # of which transformers is given no list: it would look at each entry
-DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # of each frequency, tensors that are no weights
-# What Llama 3.1, 3.2 and 3.3 have beside a factor, by which llama.cpp's converter makes the divisors.
+LISTS = "tokenizer.ggml."  # keys whose lists are withheld from transformers, which would convert each entry
+DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # tensors that divide frequencies, not weights
+# Parameters of Llama 3.1, 3.2 and 3.3 from which llama.cpp's converter computes the divisors, with a factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-CHUNK = 2**15  # elements that numpy unpacks at once: they stay in a processor's cache
+CHUNK = 2**15  # elements that numpy unpacks at once, so that they stay in a processor's cache
 LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}  # types that compiled loops unpack
 Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# Of the scaling of positions, which the configuration has.
+# Tensors that scale positions, which the configuration does.
 IGNORED = ("rope_freqs.", "rope_factors_")
-# Keys that transformers' tables of most architectures lack: it would take another model's values, its defaults.
+# Keys that transformers' tables of most architectures lack: it would use its defaults, which belong to another model.
 LEFT_OUT = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -47,14 +47,14 @@ LEFT_OUT = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # which a Llama has or not
+BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # some Llamas have them
 
 
 def of_file(path: Path, name: str) -> Any:
     """The configuration of the model ``name`` in the file ``path``.
 
     Raises:
-        ModelError: it is damaged, no language model, or of an architecture that transformers does not read.
+        ModelError: it is damaged, not a language model, or of an architecture that transformers does not read.
     """
     file = read_model(path)
     try:
@@ -73,8 +73,8 @@ def of_file(path: Path, name: str) -> Any:
         raise
     except Exception as error:  # whatever a damaged file or an unknown architecture leads to
         raise unreadable(name, "the GGUF file", error) from error
-    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
-    if hasattr(config, "query_pre_attn_scalar"):  # transformers takes 256, that of most
+    config.dtype = config.dtype or torch.bfloat16  # of unpacked weights; the file's blocks have no dtype
+    if hasattr(config, "query_pre_attn_scalar"):  # transformers always takes 256, the value of most models
         config.query_pre_attn_scalar = _gemma_scalar(config)
     apply(read(file), config, name)
     return config
@@ -82,7 +82,7 @@ def of_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def fed(file: GgufFile) -> Iterator[None]:
-    """Meanwhile transformers gets what was read of ``file``, and the table of tensors' names is made once."""
+    """Give transformers the parsed ``file`` during the block, and let it build the table of tensors' names once."""
     import gguf
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -95,7 +95,9 @@ def fed(file: GgufFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def under_their_names() -> Iterator[None]:
-    """Meanwhile transformers renames no weights: these have its names, and all its models' renamings take 0.1 s."""
+    """Let transformers rename no weights in the block: these have its names already, and collecting renamings of all
+    its models takes 0.1 s.
+    """
     from transformers import conversion_mapping
 
     own = conversion_mapping.get_checkpoint_conversion_mapping
@@ -123,7 +125,7 @@ def _by_transformers(file: GgufFile) -> dict[str, Any]:
 
 
 def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
-    """What the file says beside what transformers reads, by the names of its configurations of this ``kind``."""
+    """Values of the file that transformers ignores, by the names in its configurations of this ``kind``."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     theirs = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
@@ -150,7 +152,7 @@ class _Field(NamedTuple):
 
 
 class _Reader:
-    """What transformers asks of the gguf package's reader."""
+    """The part of the gguf package's reader that transformers uses."""
 
     def __init__(self, file: GgufFile) -> None:
         kept = {key: value for key, value in file.values.items() if not _is_withheld(key, value)}
@@ -159,9 +161,9 @@ class _Reader:
 
 
 def _is_withheld(key: str, value: Any) -> bool:
-    """True for what transformers would be slow with, or takes for another model: a Llama named "mistral"."""
+    """True for values that slow transformers down or mislead it, as the name of a Llama that is called mistral."""
     is_list = key.startswith(LISTS) and isinstance(value, tuple)
-    return is_list or key == "general.name" or ".rope.scaling." in key  # the latter is given by ``apply``
+    return is_list or key == "general.name" or ".rope.scaling." in key  # ``apply`` sets the scaling
 
 
 def _field(value: Any) -> _Field:
@@ -176,17 +178,21 @@ def _field(value: Any) -> _Field:
 
 
 def _gemma_scalar(config: Any) -> int:
-    """The number by whose root a Gemma divides its scores."""
+    """The number whose square root divides a Gemma's scores."""
     if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
         return int(config.hidden_size // config.num_attention_heads)
     return int(config.head_dim)
 
 
 class Scaling(NamedTuple):
-    """llama.cpp's name of the kind, its factor, the context before it (0 if unnamed), and divisors of frequencies.
+    """How a file scales positions; a number that it does not give is 0.
 
-    Without scaling the frequencies are powers of ``base``, in sliding layers of ``sliding_base``, for the first so many
-    ``dimensions`` of a head; 0 if unnamed.
+    Attributes:
+        kind: llama.cpp's name, with its ``factor``.
+        original: the context before scaling.
+        divisors: of the frequencies.
+        base, sliding_base: of which unscaled frequencies are powers; the second in sliding layers.
+        dimensions: of a head that are rotated, from the first on.
     """
 
     kind: str
@@ -213,10 +219,10 @@ def read(file: GgufFile) -> Scaling:
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
-    """Give transformers' ``config`` the scaling of the file ``name``; Gemma's sliding layers have none.
+    """Set the scaling of the file ``name`` in transformers' ``config``, except in Gemma's sliding layers.
 
     Raises:
-        ModelError: it is of a kind that cannot be given.
+        ModelError: transformers has no such scaling for GGUF files.
     """
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)
@@ -242,14 +248,14 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
 
 
 def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:
-    """The values of a tensor in float32, as these are written."""
+    """The values of a tensor that is stored in float32."""
     if tensor.kind != 0:
         raise ValueError(f"{tensor.name} is not float32")
     return tuple(np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.start).tolist())
 
 
 def _divides(config: Any, divisors: tuple[float, ...]) -> bool:
-    """True if transformers divides the frequencies of ``config`` by these."""
+    """True if transformers divides the frequencies of ``config`` by these ``divisors``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -267,7 +273,7 @@ def _refusal(name: str, how: str) -> ModelError:
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """A weight that takes ``nbytes`` in its file, and is made when transformers takes all of it."""
+    """A weight with ``nbytes`` in its file; ``make`` unpacks it when transformers takes it."""
 
     nbytes: int
     make: Callable[[], Tensor]
@@ -277,9 +283,9 @@ class Unpacked:
 
 
 def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
-    """The weights for ``model``, which needs no memory, by its names of them.
+    """The weights for ``model``, which may be on the meta device, by their names in it.
 
-    Tensors that have no place in it keep their own names.
+    Tensors that the model lacks keep the file's names.
     """
     try:
         from transformers.integrations.gguf import GGUF_ARCHS
@@ -292,13 +298,13 @@ def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
 
 
 def loading_info(weights: dict[str, Unpacked], model: Any) -> dict[str, Any]:
-    """What transformers would say once it had read these ``weights`` of a ``model``, which takes minutes."""
+    """The loading information that transformers would return after reading these ``weights``, which takes minutes."""
     places = {name for name, _ in model.named_parameters()}
     return {"missing_keys": places - weights.keys(), "unexpected_keys": weights.keys() - places}
 
 
 def values(tensor: gguf_file.Tensor) -> Tensor:
-    """The values of a tensor in float32, or those of a plain one as they lie in the file."""
+    """The values of a tensor in float32; those of an unquantized tensor in its own dtype."""
     stored = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.nbytes,))  # "c": numba refuses read-only
     if tensor.kind in PLAIN:
         return torch.from_numpy(stored.copy()).view(PLAIN[tensor.kind]).view(tensor.shape)
@@ -314,7 +320,7 @@ def values(tensor: gguf_file.Tensor) -> Tensor:
 
 
 def parts(tensor: gguf_file.Tensor, elements: int) -> Iterator[Tensor]:
-    """The values of a matrix, in runs of rows of about so many ``elements`` each."""
+    """The values of a matrix, in runs of rows with about ``elements`` elements each."""
     rows, columns = tensor.shape
     step, row_bytes = max(1, elements // columns), tensor.nbytes // rows
     for at in range(0, rows, step):
@@ -324,7 +330,7 @@ def parts(tensor: gguf_file.Tensor, elements: int) -> Iterator[Tensor]:
 
 
 def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
-    """Write the values of ``blocks [n, bytes]`` of a type into ``found [n, elements]``, by the gguf package."""
+    """Unpack ``blocks [n, bytes]`` of a type into ``found [n, elements]`` with the gguf package."""
     import gguf
 
     step = max(1, CHUNK // found.shape[1])
@@ -334,7 +340,7 @@ def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
 
 
 def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
-    """As ``unpack_by_package``, by compiled ``loops``."""
+    """As ``unpack_by_package``, with compiled ``loops``."""
     blocks = np.ascontiguousarray(blocks)
 
     def halves(at: int) -> Array:
@@ -356,7 +362,7 @@ def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
 
 
 def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) -> dict[str, Unpacked]:
-    """What transformers' processors make of the tensors: most one weight of one, experts one of two."""
+    """The weights that transformers' processors make: most of one tensor, experts of two."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     processor = theirs.TENSOR_PROCESSORS.get(file.architecture, theirs.TensorProcessor)(config=model.config.to_dict())
@@ -384,7 +390,7 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
 
 
 def _converted(tensors: Sequence[gguf_file.Tensor], transforms: Sequence[Any]) -> dict[str, Unpacked]:
-    """What transformers' conversions make of the tensors."""
+    """The weights that transformers' conversions make of the tensors."""
     from transformers import core_model_loading as loading
 
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]

@@ -1,6 +1,6 @@
-"""One reading of a GGUF file: its metadata, vocabulary and table of tensors, from a memory map.
+"""Reads a GGUF file's metadata, vocabulary and table of tensors from a memory map.
 
-The plan, the list of models, the tokenizer and the weights are all made of this.
+The plan, the list of models, the tokenizer and the weights all use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvchat.errors import ModelError
 
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)  # version 1 had lengths of 32 bits
-LAYER = "blk."  # begins the names of what is in a layer, and is packed; a vocabulary's table and head are not
+LAYER = "blk."  # begins the names of a layer's tensors; those outside layers are embeddings, head and last norm
 EMBEDDINGS = "token_embd.weight"
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
 # ggml's types by their numbers: name, elements and bytes of a block.
@@ -38,7 +38,7 @@ UNKNOWN_BITS = 32
 # struct's letters for the values of fixed size by their types; 8 is a text, 9 a list.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
-ALIGNMENT, ALIGNED = "general.alignment", 32  # of the first tensor, and what it is where a file does not say
+ALIGNMENT, ALIGNED = "general.alignment", 32  # the key of the first tensor's alignment, and its default
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$|$)", re.IGNORECASE)
 NO_MODEL = {
     "adapter": "It is an adapter (LoRA) for another model.",
@@ -53,9 +53,9 @@ EMBEDDERS = re.compile(r".*bert.*|t5encoder|gemma-embedding|llama-embed|.*-embed
 
 
 class Tensor(NamedTuple):
-    """A tensor of ``path``: its name, its type, a number of ggml's enumeration, and its shape, as torch has it.
+    """A tensor in the file ``path``, of ``nbytes`` (0 if the type is unknown) from byte ``start`` on.
 
-    It takes ``nbytes`` from byte ``start`` on; 0 where the type is unknown.
+    ``kind`` is the number of its type in ggml; ``shape`` is in torch's order.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the file ``path`` says: its metadata by their keys, its tensors and those of its other parts.
+    """The contents of the file ``path``: metadata by key, and its tensors with those of its other parts.
 
     Lists of texts are tuples of bytes; other lists are tuples of numbers. ``paths`` are all parts of a split model.
     """
@@ -80,7 +80,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture; empty where the file does not say."""
+        """llama.cpp's name of the architecture; "" if the file does not say."""
         return self.text("general.architecture")
 
     def of_architecture(self, key: str, default: Any = None) -> Any:
@@ -91,18 +91,18 @@ class GgufFile:
         return value if isinstance(value, str) else ""
 
     def number(self, key: str) -> int | None:
-        """A whole number that is not negative, such as a token's id; None where there is none."""
+        """A non-negative integer, such as a token's id; None if there is none."""
         value = self.values.get(key)
         return value if type(value) is int and value >= 0 else None
 
     @property
     def layer_bits(self) -> float:
-        """Bits that an element of the layers' matrices takes on average; 0 where there are none."""
+        """Average bits per element of the layers' matrices; 0 if there are none."""
         return layer_bits(self.tensors)
 
     @property
     def no_model(self) -> str:
-        """A sentence that says what the file is where it is no language model; else empty."""
+        """A sentence that says what the file is if it is not a language model; else ""."""
         return NO_MODEL.get(self._kind, "")
 
     @property
@@ -121,7 +121,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """True if ``path`` is a file that begins as GGUF files do, whatever it is called."""
+    """True if ``path`` begins like a GGUF file, whatever its name is."""
     try:
         if not path.is_file():
             return False
@@ -132,13 +132,13 @@ def is_gguf(path: Path) -> bool:
 
 
 def type_of(kind: int) -> tuple[str, float]:
-    """The name of a tensor's type, and the bits that an element takes; of an unknown one as many as of a float."""
+    """The name of a tensor's type and its bits per element; ``UNKNOWN_BITS`` for an unknown type."""
     name, elements, nbytes = TYPES.get(kind, (f"type {kind}", 8, UNKNOWN_BITS))
     return name, 8 * nbytes / elements
 
 
 def layer_bits(tensors: Sequence[Tensor]) -> float:
-    """Bits that an element of the layers' matrices takes on average; 0 where there are none."""
+    """Average bits per element of the layers' matrices; 0 if there are none."""
     matrices = [one for one in tensors if len(one.shape) > 1 and one.name.startswith(LAYER)]
     elements = [math.prod(one.shape) for one in matrices]
     stored = sum(number * type_of(one.kind)[1] for number, one in zip(elements, matrices, strict=True))
@@ -146,7 +146,7 @@ def layer_bits(tensors: Sequence[Tensor]) -> float:
 
 
 def read(path: Path) -> GgufFile:
-    """Read the header of a GGUF file, and those of the other parts of a split model; kept until another is read.
+    """Read the header of a GGUF file, and those of the other parts of a split model; the last result is cached.
 
     Raises:
         ValueError: it is none, incomplete, or a length in it leads past its end; the message says what.
@@ -178,7 +178,7 @@ def read_model(path: Path) -> GgufFile:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The models in GGUF files of a folder, of a split one its first part; projectors and adapters lie beside them."""
+    """The models in a folder's GGUF files, by their first part if they are split, without projectors and adapters."""
     found = sorted(one for one in folder.iterdir() if one.suffix.lower() == SUFFIX and part(one) < 2)
     return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
 
@@ -191,7 +191,7 @@ def _is_language_model(file: Path) -> bool:
 
 
 def part(path: Path) -> int:
-    """The number of the part that a file of a split model is by its name, from 1; 0 for a whole one."""
+    """The number, from 1, of the part of a split model that a file has by its name; 0 for a whole model."""
     found = SPLIT.search(path.name)
     return int(found[1]) if found and int(found[2]) > 1 else 0
 
@@ -241,7 +241,7 @@ def _check_end(path: Path, tensors: Sequence[Tensor]) -> None:
 
 
 class _Walk:
-    """A walk through the header of a file that is ``mapped``."""
+    """Reads the header of a ``mapped`` file, one value after the other."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._path, self._mapped, self._size = path, mapped, len(mapped)
@@ -263,7 +263,7 @@ class _Walk:
         return GgufFile(self._path, values, found, (self._path,))
 
     def _tensor(self) -> Tensor:
-        """A tensor, whose ``start`` counts from where the first one begins."""
+        """A tensor, whose ``start`` counts from the beginning of the first one."""
         name = self._text().decode(errors="replace")
         (dimensions,) = self._numbers("I")
         *shape, kind, offset = self._numbers(f"{dimensions}QIQ")
@@ -286,12 +286,12 @@ class _Walk:
         return key, self._numbers(self._form(kind))[0]
 
     def _form(self, kind: int) -> str:
-        if kind not in FORMS:  # also a list of lists, which the format allows and nobody writes
+        if kind not in FORMS:  # also a list of lists, which the format allows but nobody writes
             raise ValueError(f"a value has the type {kind:,}")
         return FORMS[kind]
 
     def _texts(self, count: int) -> tuple[bytes, ...]:
-        """As many texts; what is read a million times, in few steps."""
+        """The next ``count`` texts; a vocabulary has up to a million, so each takes few steps."""
         mapped, at, size, length_at, found = self._mapped, self._at, self._size, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             begin = at + 8

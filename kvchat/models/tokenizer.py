@@ -1,4 +1,4 @@
-"""Tokenizers: built of what a GGUF file describes, as llama.cpp reads the same keys, and tried before they are used."""
+"""Builds tokenizers from a GGUF file's keys, as llama.cpp does, and checks tokenizers before they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
 SPM, BYTE_LEVEL, GEMMA4 = "llama", "gpt2", "gemma4"  # its names of the kinds of tokenizers
 SPACE = "▁"
-MAX_MERGED = 512  # characters of a token that merges are sought for: its splits take the square of them
+MAX_MERGED = 512  # longest token whose merges are computed: their time grows with the square of the length
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 SPECIAL = {
@@ -25,11 +25,11 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Of a vocabulary of the kind "llama" that names none.
+# Defaults for a vocabulary of the kind "llama".
 SPM_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 # ---- pre-tokenizers --------------------------------------------------------------------------------
-# Regular expressions that cut a text before merges are applied, one after the other; what lies between two matches is a
-# piece too.
+# Regular expressions that split a text, one after the other, before merges are applied; the text between two matches is
+# a piece too.
 _CONTRACTIONS = r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,8 +53,8 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 GPT2 = (_GPT2,)
 DIGITS = (r"\p{N}", _GPT2)
 _OF_LLAMA3 = "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"
-WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # whole pieces that are tokens are not merged from their parts
-# A text begins with "bos" unless the file says otherwise.
+WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # a piece that is a token is not built by merges
+# By default a text begins with "bos".
 BEGIN = {*WHOLE_PIECES, "chameleon"}
 
 
@@ -126,7 +126,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 
 
 class GgufTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
-    """A tokenizer in transformers' terms; its own way would copy a large vocabulary for seconds."""
+    """A tokenizer for transformers, whose own constructor would copy a large vocabulary for seconds."""
 
     def __init__(self, built: Tokenizer, **kwargs: Any) -> None:
         self._tokenizer = built
@@ -134,7 +134,7 @@ class GgufTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
 
 
 class Built(NamedTuple):
-    """A tokenizer for transformers, and notes for people."""
+    """A tokenizer for transformers, and notes for the user."""
 
     tokenizer: Any
     notes: tuple[str, ...]
@@ -144,7 +144,7 @@ def build(file: GgufFile, name: str) -> Built:
     """The tokenizer of the model ``name``.
 
     Raises:
-        ModelError: the file has none, or one that llama.cpp would not read so either.
+        ModelError: the file has none, or its tokenizer is damaged or unknown.
     """
     vocabulary = _Vocabulary(file, name)
     built, notes = vocabulary.tokenizer()
@@ -154,7 +154,7 @@ def build(file: GgufFile, name: str) -> Built:
 
 
 def _template(file: GgufFile) -> str:
-    """The chat template; of several that have names the first, where none is the default."""
+    """The chat template: the default one, or else the first of those that have names."""
     named = (file.text(f"{TEMPLATE}.{_decoded(name)}") for name in file.values.get(f"{TEMPLATE}s", ()))
     return file.text(TEMPLATE) or file.text(f"{TEMPLATE}.default") or next(filter(None, named), "")
 
@@ -180,7 +180,7 @@ class _Vocabulary:
         self._check_rows()
 
     def tokenizer(self) -> tuple[Tokenizer, list[str]]:
-        """The tokenizer, and notes for people."""
+        """The tokenizer, and notes for the user."""
         ids = {token: id for id, token in enumerate(self.tokens)}
         if self.kind == BYTE_LEVEL:
             built, notes = self._byte_level(ids)
@@ -208,7 +208,7 @@ class _Vocabulary:
         return built, [f"{unknown}: texts are split by llama.cpp's default, which may not be the model's own way."]
 
     def _sentencepiece(self, ids: dict[str, int]) -> Tokenizer:
-        """Merges of characters; what is no token is written byte by byte."""
+        """Merges of characters; characters that are not tokens are written byte by byte."""
         merges = self._merges(ids) if self.kind == GEMMA4 else self._merges_by_score(ids)
         unknown = self.tokens[self.special["unk_token"]] if "unk_token" in self.special else None
         built = Tokenizer(BPE(ids, list(merges), byte_fallback=True, unk_token=unknown, fuse_unk=False))
@@ -222,7 +222,7 @@ class _Vocabulary:
         return built
 
     def _merges(self, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """The merges that the file lists; the first space divides one, unless it is a part."""
+        """The merges that the file lists; the first space, not counting the first character, separates the parts."""
         for merge in map(_decoded, self._file.values.get(f"{KEY}merges") or ()):
             at = merge.find(" ", 1)
             left, right = merge[:at], merge[at + 1 :]
@@ -230,7 +230,7 @@ class _Vocabulary:
                 yield left, right
 
     def _merges_by_score(self, ids: dict[str, int]) -> Iterable[tuple[str, str]]:
-        """The pairs of tokens that make a token, in the order of its score."""
+        """The pairs of tokens that make a token, those of the highest score first."""
         scores = self._file.values.get(f"{KEY}scores") or ()
         if len(scores) != len(self.tokens):
             raise self._refusal(f"It has {len(self.tokens):,} tokens but scores for {len(scores):,}.")
@@ -243,7 +243,7 @@ class _Vocabulary:
         ]
 
     def _add_special(self, built: Tokenizer) -> None:
-        """Make each token that the file marks so one id, whatever is written around it."""
+        """Make each token that the file marks as special one id in any text."""
         always = {*self.special.values(), *self.ends}
         control, defined = [], []
         for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
@@ -264,7 +264,7 @@ class _Vocabulary:
             built.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
 
     def _check_rows(self) -> None:
-        """Every token has a row of the embeddings."""
+        """Refuse a vocabulary with more tokens than the embeddings have rows."""
         rows = next((one.shape[0] for one in self._file.tensors if one.name == EMBEDDINGS), len(self.tokens))
         if len(self.tokens) > rows:
             raise self._refusal(f"It has {len(self.tokens):,} tokens and embeddings for {rows:,}.")
@@ -288,7 +288,7 @@ def _decoded(text: bytes) -> str:
 
 
 def check(tokenizer: Any, rows: int, name: str) -> list[str]:
-    """Notes about what ``tokenizer`` of the model ``name`` loses; ``rows`` are those of its embeddings.
+    """A note if the ``tokenizer`` of the model ``name`` has more tokens than its embeddings have ``rows``.
 
     Raises:
         ModelError: a token that the chat template may write has no embedding.
@@ -309,7 +309,7 @@ def check(tokenizer: Any, rows: int, name: str) -> list[str]:
 
 
 def guarded(tokenizer: Any) -> Any:
-    """Return ``tokenizer``, whose calls, ``encode`` and ``decode`` raise ``ModelError`` where the library panics."""
+    """Return ``tokenizer``, whose calls, ``encode`` and ``decode`` raise ``ModelError`` if the library panics."""
     kind = type(tokenizer)
 
     class Guarded(kind):  # type: ignore[misc, valid-type]
@@ -332,10 +332,10 @@ def guarded(tokenizer: Any) -> Any:
 
 @contextmanager
 def explained_panics() -> Iterator[None]:
-    """Say that a tokenizer gave up.
+    """Raise the library's panics, which are not ``Exception``s, as kvchat's own error.
 
     Raises:
-        ModelError: instead of the library's panic, which is no ``Exception``.
+        ModelError: the tokenizer failed.
     """
     try:
         yield
