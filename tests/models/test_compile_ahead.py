@@ -1,4 +1,4 @@
-"""Loops are compiled once, by processes of their own, while torch does their work."""
+"""Loops are compiled once, in other processes, while torch does their work."""
 
 import errno
 import os
@@ -51,14 +51,14 @@ input()
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch):
-    """Nothing is compiled yet, and afterwards nothing is waited for."""
+    """Nothing is compiled before the test, and nothing is waited for after it."""
     monkeypatch.setattr(ahead, "_current", None)
     monkeypatch.setattr(cpu_ops, "awaited", {})
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """numba's cache, empty; of the loops only those that take least are compiled."""
+    """numba's cache, empty; only the loops that compile fastest are compiled."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead, "MODULES", (QUICK,))
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)

@@ -1,4 +1,4 @@
-"""Whatever the beginning of a GGUF file says, it is read, or refused at once."""
+"""Whatever a GGUF file's header says, the file is read, or refused immediately."""
 
 import struct
 
@@ -22,7 +22,7 @@ EXTREMES = [0, 1, 2, 8, 9, 13, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**60,
 
 
 def lying(place: bytes, value: int, before: bytes) -> bytes:
-    """The header with another eight bytes behind the first ``place``; they were ``before``."""
+    """The header with the eight bytes after the first ``place`` replaced; they were ``before``."""
     assert HEADER.count(place + before) == 1
     return HEADER.replace(place + before, place + struct.pack("<Q", value))
 
@@ -149,7 +149,7 @@ def divisors():
 
 
 def rope_of(path, kind="llama", kv=(), tensors=()):
-    """``rope_parameters`` of what is loaded from a file with these keys and tensors."""
+    """``rope_parameters`` of the model that is loaded from a file with these keys and tensors."""
     import gguf
 
     writer = gguf.GGUFWriter(path / "model.gguf", kind)

@@ -53,7 +53,7 @@ def test_a_local_folder(folder, no_network, dtype, expected):
 
 @pytest.mark.usefixtures("untested")
 def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
-    """Again where its weights, its config, kvchat's code or the processor are others, or the note of it is damaged."""
+    """Again if its weights, its config, kvchat's code or the processor change, or the saved result is damaged."""
     tested, layers = [], []
 
     def passes(model, chunked):
@@ -374,7 +374,7 @@ def test_a_gguf_file_may_advise_it_too():
 
 @pytest.fixture
 def own_code(folder, tmp_path, monkeypatch):
-    """The folder brings Python files that leave a mark, and the person would agree to everything asked."""
+    """The folder has Python files that leave a mark when they run, and the user would agree to every question."""
     mark = tmp_path / "it ran"
     for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
@@ -405,7 +405,7 @@ def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
 
 
 def pickled(folder, monkeypatch):
-    """The same weights as a pickle beside the others, and a torch that must not read it."""
+    """The folder also has the same weights as a pickle, which torch must not read."""
     torch.save(tiny_models.model("llama").state_dict(), folder / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
 

@@ -182,7 +182,7 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "layers", "scale"), [("gemma3", 34, 32), ("gemma3", 62, 40), ("gemma2", 46, 40)])
 def test_gemmas_scores_are_scaled_as_by_llama_cpp(tmp_path, kind, layers, scale):
-    """No key of the file tells: 27B divides by the root of 5376 / 32, the others by that of a head's size."""
+    """No key of the file says it: 27B divides by the root of 5376 / 32, the others by the root of a head's size."""
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", kind)
@@ -227,7 +227,7 @@ def file_of(tokens, types, pre="smollm", kind="gpt2", rows=None, **values):
 
 
 def bytes_and(*others):
-    """The tokens of all bytes, with ``others`` behind them, and their types."""
+    """The tokens of all bytes, followed by ``others``, and their types."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Damaged and hostile models: a refusal that says why within seconds, and no other error."""
+"""Damaged and hostile models are refused within seconds, with the reason and no other error."""
 
 import time
 
@@ -32,7 +32,7 @@ def sparse(folder, name: str, size: int) -> None:
 
 
 def with_row_of(value: float):
-    """Puts a value into a row of the embedding whose token is not among those of the self-test."""
+    """Writes a value into a row of the embeddings whose token the self-test does not use."""
     tested = set(torch.cat(_chunks(tiny_models.model("llama"))).tolist())
 
     def change(table: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What probing a model shows: rotations of keys, shapes, windows, pinned frequencies."""
+"""Results of probing a model: rotations of keys, shapes, windows, pinned frequencies."""
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ def test_nothing_is_pinned_where_frequencies_stay():
 
 
 def test_moved_keys_are_the_models_own():
-    """What streaming relies on: the stored key of a token, moved, is the key the model makes at the new position."""
+    """Streaming relies on this: a token's stored key, moved, is the key that the model computes at the new position."""
     for name in ROTATIONS:
         near, far = Keys(), Keys()
         for manager, position in ((near, 9), (far, 409)):
@@ -126,7 +126,7 @@ def test_moved_keys_are_the_models_own():
 
 
 class Keys(dict):
-    """Notes each layer's keys; one token attends to itself."""
+    """Records each layer's keys; one token attends to itself."""
 
     def attention(self, layer, query, key, value, spec):
         self[layer] = key

@@ -49,7 +49,7 @@ def file_of(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def read(file_of):
-    """The model of such a file, and the stages of loading it; a file is read once as each says."""
+    """The model of such a file, and the stages of loading it; each combination is loaded once."""
 
     @cache
     def loaded(kind, quantize="auto"):
@@ -97,7 +97,7 @@ def test_what_is_not_unpacked_is_left_as_it_is():
 
 @pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.03)])
 def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of, model, kind, packed, error):
-    """4 bits stay the file's own: the error is that of scales, of products in bfloat16, of embeddings in 8 bits."""
+    """4-bit levels stay the file's: errors come from scales, products in bfloat16, and embeddings in 8 bits."""
     loaded, stages = read(kind)
     unpacked, _ = read(kind, "none")
     assert loaded.weights == packed

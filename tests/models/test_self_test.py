@@ -1,4 +1,4 @@
-"""The self-test must refuse every way of attending wrongly, each on a model where it matters."""
+"""The self-test must refuse every kind of wrong attention, each on a model where it matters."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ class ChangedSpec(DenseManager):
 
 
 class OneTokenLate(DenseManager):
-    """Forgets the first stored token of one layer once there is more than a chunk."""
+    """Drops the first stored token of one layer after the first chunk."""
 
     def attention(self, layer, query, key, value, spec):
         attended = super().attention(layer, query, key, value, spec)

@@ -1,4 +1,4 @@
-"""How a configuration says that a checkpoint is quantized, and what of that loading unpacks."""
+"""How a configuration says that a checkpoint is quantized, and which formats loading unpacks."""
 
 import pytest
 from support import stored_weights, tiny_models, tiny_multimodal
@@ -54,7 +54,7 @@ def test_what_nothing_multiplies_as_it_is_stored(monkeypatch, method, capability
 @pytest.mark.parametrize(("name", "rows"), [("llama", 192), ("llama", 257), ("qwen3_moe", 160)])
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_blocks_that_are_cut_off_have_the_size_that_is_named(tmp_path, name, rows, quantize):
-    """Of 192 rows in blocks of 128 the last 64 are the second block."""
+    """With 192 rows in blocks of 128 the last 64 are the second block."""
     folders = [tmp_path / kind for kind in ("stored", "plain")]
     sizes = {"intermediate_size": rows, "moe_intermediate_size": rows}
     rounded = tiny_models.fresh(name, vocab_size=tiny_multimodal.VOCAB, **sizes)

@@ -1,4 +1,4 @@
-"""Weights that do not belong to their configuration are refused, and nothing that is valid."""
+"""Weights that do not belong to their configuration are refused; valid ones are not."""
 
 import contextlib
 import json
@@ -137,7 +137,7 @@ def test_a_configuration_with_fewer_layers_is_refused(saved, name, field):
 
 
 def test_weights_of_another_architecture_are_refused(saved):
-    """Without their biases and norms they would load and answer nonsense."""
+    """Without its biases and norms the model would load and answer nonsense."""
     folder = saved("qwen2").rename(saved("llama").parent / "llama-head32")
     model, info = loaded(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.k_proj\.bias"):
@@ -234,7 +234,7 @@ def test_greedy_tokens_are_those_of_the_whole_model(pair):
 
 
 def test_nothing_beside_the_text_takes_memory(pair):
-    """But for a number of its own that DeepSeek-VL's hybrid has for its encoders."""
+    """Except a number that DeepSeek-VL's hybrid has for its encoders."""
     whole, part = pair
     decoder = [weight for name, weight in whole.get_decoder().named_parameters() if ".vision_moe." not in name]
     parameters = {*decoder, *whole.get_output_embeddings().parameters()}
@@ -337,7 +337,7 @@ def test_transformers_own_class_is_taken_where_it_reads_whole_checkpoints():
 
 
 def test_what_torchao_packed_is_read_by_the_class_that_it_was_packed_from():
-    """It names the weights again beside them, and transformers does not map those names."""
+    """Its metadata repeat the weights' names, which transformers does not map."""
     from transformers import Qwen3_5Config
 
     config = Qwen3_5Config()

@@ -1,4 +1,4 @@
-"""A tokenizer whose regular expressions fail: kvchat's own error, and the next text is read."""
+"""A tokenizer whose regular expressions fail raises kvchat's own error, and still encodes the next text."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Bytes of weights once they are loaded, by the names, shapes and dtypes in the headers of their files."""
+"""Bytes of loaded weights, computed from the names, shapes and dtypes in the headers of their files."""
 
 import os
 import struct
@@ -26,7 +26,7 @@ OWN_HEAD = ("lm_head.weight", "BF16", (ROWS, COLUMNS))
 
 
 def of(*tensors: tuple[Any, ...], **config: Any) -> Weights:
-    """The weights of these tensors, names, dtypes, shapes and, where it is not two bytes an element, bytes."""
+    """The weights of tensors with these names, dtypes, shapes and bytes (by default two per element)."""
     made = [StoredTensor(*one, *(() if len(one) > 3 else (0,))) for one in tensors]
     return weights.of_checkpoint(config, made)
 

@@ -1,4 +1,4 @@
-"""A model's weights are moved one behind the other, and are what they were."""
+"""A model's weights become adjacent in memory, with the same values."""
 
 import itertools
 import re
@@ -29,13 +29,13 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def addresses(module: nn.Module) -> list[tuple[int, int]]:
-    """Of matrices first, as they are moved."""
+    """The matrices first, as they are moved."""
     weights = sorted(module.parameters(), key=torch.Tensor.dim, reverse=True)
     return [(weight.data_ptr(), weight.nbytes) for weight in weights]
 
 
 def room(size: int) -> int:
-    """Bytes from one weight of ``size`` to the next: as torch's own each begins at a multiple of 64."""
+    """Bytes from one weight of ``size`` to the next: each begins at a multiple of 64, as torch's own do."""
     return (size + 63) // 64 * 64
 
 
@@ -173,7 +173,7 @@ def test_what_is_freed_is_the_systems_again_and_weights_are_packed_one_after_the
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A second goes by whenever a clock is looked at."""
+    """A second passes whenever a clock is read."""
     seconds = itertools.count()
     monkeypatch.setattr(hub.ByteProgress.__init__, "__defaults__", (lambda: next(seconds),))
 

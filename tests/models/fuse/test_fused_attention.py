@@ -1,4 +1,4 @@
-"""Attention modules that do no more than project, rotate and attend are found, and no others."""
+"""Attention modules that only project, rotate and attend are fused, and no others."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fast path's Triton kernels against torch, under Triton's interpreter where there is no GPU."""
+"""The fast path's Triton kernels compared with torch, under Triton's interpreter if there is no GPU."""
 
 import pytest
 import torch

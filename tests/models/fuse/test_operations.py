@@ -1,4 +1,4 @@
-"""What operations of fused modules do beside their sums, which ``test_swap`` compares in whole models."""
+"""Operations of fused modules: dtypes and calls. Their results are compared in whole models by ``test_swap``."""
 
 import pytest
 import torch

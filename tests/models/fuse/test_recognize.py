@@ -1,4 +1,4 @@
-"""Modules are taken for what they compute: near misses of every kind are not."""
+"""Modules are recognized by what they compute; near misses of every kind are not recognized."""
 
 import inspect
 
@@ -113,7 +113,7 @@ def test_only_unquantized_linears_are_plain():
 
 
 def test_tensors_of_a_quantizer_are_not_plain():
-    """They call themselves floating point and can be sliced; torch.cat, which merging needs, they do not know."""
+    """They claim to be floating point and can be sliced, but do not support torch.cat, which merging needs."""
     torchao = pytest.importorskip("torchao.quantization")
     linear = nn.Linear(64, 64)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())

@@ -1,4 +1,4 @@
-"""The fast path: which modules are fused, that they compute the same, and that they are restored where they do not."""
+"""The fast path: which modules are fused, that they compute the same, and that they are restored if they do not."""
 
 import os
 from types import SimpleNamespace
@@ -34,12 +34,12 @@ FUSED = {
 
 @pytest.fixture(autouse=True)
 def rows_as_they_are(monkeypatch):
-    """What is swapped does not depend on the processor's make."""
+    """Makes the swapped modules independent of the processor's vendor."""
     monkeypatch.setattr(rows, "in_blocks", lambda: False)
 
 
 class TorchKernels:
-    """The kernels' calls in plain torch; remembers which were made."""
+    """The kernels in plain torch, with a record of the calls."""
 
     def __init__(self):
         plain = Operations(None)
@@ -69,7 +69,7 @@ class TorchKernels:
 
 
 def forwards(model):
-    """Modules that compute something else than their class."""
+    """Modules that compute something other than their class."""
     return [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
@@ -293,7 +293,7 @@ def test_kernels_are_taken_on_a_gpu():
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_fused_step_can_be_captured(dtype):
-    """No read-back and no allocation that a CUDA graph could not hold."""
+    """There is no read-back and no allocation that a CUDA graph cannot record."""
     model = tiny_models.fresh("llama", dtype).cuda()
     fuse(model, modules.kernels_for(model.device))
 

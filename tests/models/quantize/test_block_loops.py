@@ -1,4 +1,4 @@
-"""The compiled loops over blocks of weights give the numbers of the gguf package and of torch, to the last bit."""
+"""The compiled loops over blocks of weights give the same bits as the gguf package and torch."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SCALES_AT = {"Q6_K": 208}
 
 
 def blocks_of(name: str, count: int) -> np.ndarray:
-    """Blocks with any levels, and scales that are no NaN."""
+    """Blocks with any levels, and scales that are not NaN."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (count, gguf_file.TYPES[NUMBER_OF[name]][2]), np.uint8)
     scales = rng.normal(0, 0.01, (count, 2)).astype(np.float16).view(np.uint8)
@@ -75,7 +75,7 @@ def test_what_lies_together_is_merged_without_a_copy():
 
 @pytest.mark.parametrize("kind", [int4_rows, int8_rows])
 def test_packed_weights_are_not_kept_where_they_were_before(kind):
-    """Of an 8B that would be some gigabytes."""
+    """In an 8B model these are some gigabytes."""
     layer = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(3)])
     for linear in layer:
         kind.pack(linear)

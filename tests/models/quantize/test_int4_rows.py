@@ -1,4 +1,4 @@
-"""Weights of 4 bits on a CPU: products against those of the weights they stand for."""
+"""Weights of 4 bits on a CPU: products compared with those of the unpacked weights."""
 
 import copy
 
@@ -27,12 +27,12 @@ def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bo
 
 
 def unpacked(linear: nn.Linear) -> torch.Tensor:
-    """The weights that a packed Linear stands for, read by multiplying the identity."""
+    """The unpacked weights of a packed Linear, found by multiplying the identity."""
     return weight_of(linear).multiply(torch.eye(linear.in_features)).T
 
 
 def in_numbers(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` rounded as the packing says, a group at a time in Python's own numbers, by no kernel."""
+    """``weight`` rounded as by the packing, a group at a time in plain Python."""
     return torch.tensor([[rounded for group in row.split(32) for rounded in of_group(group)] for row in weight])
 
 
@@ -77,7 +77,7 @@ def test_packed_weights_are_those_of_plain_numbers(rows, columns, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernel_is_given_bfloat16(dtype):
-    """In the others it is not vectorized and takes 10 to 40 times as long."""
+    """With other dtypes it is not vectorized and takes 10 to 40 times as long."""
     linear, x = packed(16, 64), torch.randn(3, 64).to(dtype)
     assert torch.equal(linear(x), linear(x.bfloat16().to(dtype)))
     assert linear(x).dtype == dtype
@@ -120,7 +120,7 @@ def test_weights_that_had_4_bits_already_keep_their_values(dtype):
 
 
 def test_weights_of_a_q4_k_file_keep_their_values():
-    """A scale and a minimum for every 32 of them, as here, each of 6 bits times one of the 256."""
+    """Every 32 have a scale and a minimum, as in ``int4_rows``, but of 6 bits, times one for all 256."""
     quants, draw = pytest.importorskip("gguf.quants"), np.random.default_rng(0)
     blocks = draw.integers(0, 256, (16, 2, 144), dtype=np.uint8)  # of 256 weights
     blocks[..., :4] = np.array([0.01, 0.05], np.float16).view(np.uint8)  # the first factors; random ones could be huge

@@ -1,4 +1,4 @@
-"""Weights of 8 bits on a CPU: products against those of the weights they stand for."""
+"""Weights of 8 bits on a CPU: products compared with those of the unpacked weights."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bo
 
 
 def unpacked(linear: nn.Linear) -> Tensor:
-    """The weights that a packed Linear stands for."""
+    """The unpacked weights of a packed Linear."""
     scale = linear.packed_rows.scales.double().view(len(linear.weight), -1)
     return linear.weight.double() * scale.repeat_interleave(linear.weight.shape[1] // scale.shape[1], 1)
 
@@ -73,7 +73,7 @@ def test_rows_that_are_laid_out_behind_others():
 
 
 def test_rows_merge_only_where_each_matrix_still_begins_as_the_kernel_needs_it():
-    """Restored Linears multiply by the views that merging made of theirs."""
+    """Restored Linears multiply by the views that merging made of their weights."""
     assert packed(18, 32).packed_rows.mergeable
     assert not packed(19, 32).packed_rows.mergeable
 

@@ -1,4 +1,4 @@
-"""Packed weights of GGUF files are kept, and loaded in place of packing."""
+"""Packed weights of GGUF files are cached, and loaded instead of packing again."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def file(made, tmp_path):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The matrices that are packed meanwhile."""
+    """The matrices that are packed during the test."""
     counted = []
     for rows in (int8_rows, int4_rows):
         quantize = rows._quantize

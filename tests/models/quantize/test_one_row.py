@@ -1,4 +1,4 @@
-"""One row times a matrix, in blocks of rows where those are faster: the same product."""
+"""One row times a matrix has the same result in blocks of rows, which are faster on some processors."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from kvchat.models.quantize import rows as rows_module
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """The path that the processor's make would choose on an AMD."""
+    """The path that would be chosen on an AMD processor."""
     monkeypatch.setattr(rows_module, "in_blocks", lambda: True)
 
 

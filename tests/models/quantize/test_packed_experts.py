@@ -1,4 +1,4 @@
-"""Experts of 8 and 4 bits: outputs against transformers' own loop over the weights that they stand for."""
+"""Experts of 8 and 4 bits: outputs compared with transformers' own loop over the unpacked weights."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CLOSE = {"int8": 0.01, "int4": 0.15}
 
 
 def unpacked(rows: PackedRows) -> Tensor:
-    """The matrices ``[E, N, K]`` that a packed stack stands for, read by multiplying the identity."""
+    """The unpacked matrices ``[E, N, K]`` of a packed stack, found by multiplying the identity."""
     columns = rows.data.shape[-1] * (2 if isinstance(rows, int4_rows.Int4Rows) else 1)
     return torch.stack([rows.matrix(expert).multiply(torch.eye(columns)).T for expert in range(len(rows.data))])
 

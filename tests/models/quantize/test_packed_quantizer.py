@@ -1,4 +1,4 @@
-"""Linears that are packed while transformers reads a model keep what was read."""
+"""Linears that are packed while transformers reads a model keep the weights that were read."""
 
 import json
 import re
@@ -19,7 +19,7 @@ CLOSE = {"int8": 0.05, "int4": 0.5}
 
 @pytest.mark.parametrize("quantize", CLOSE)
 def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, quantize):
-    """transformers' Nemotron-H draws anew each ``out_proj.weight`` that is not marked as read."""
+    """transformers' Nemotron-H initializes each ``out_proj.weight`` that is not marked as read."""
     tiny_multimodal.save(tiny_models.fresh("nemotron_h", vocab_size=tiny_multimodal.VOCAB), tmp_path)
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
     assert ROWS in packed.model.layers[0].mixer.out_proj.__dict__

@@ -1,4 +1,4 @@
-"""The product of packed weights with one token, against float64; with what a layer does before and after it."""
+"""The product of packed weights with one token, and the layer's operations around it, compared with float64."""
 
 import numba
 import numpy as np
@@ -21,7 +21,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def four_bits(width: int, rows: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """``rows`` rows as torch packs them, and the weights that they stand for ``[N, K]``, float64."""
+    """``rows`` rows in torch's packing, and their unpacked weights ``[N, K]`` in float64."""
     draw = torch.Generator().manual_seed(width + rows)
     levels = torch.randint(16, (rows, K), generator=draw)
     scales = torch.randn(K // 32, rows, 2, generator=draw).bfloat16()
@@ -100,7 +100,7 @@ def test_weights_of_four_bits_are_unpacked(width):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_what_is_not_finite_stays_so(wrong, with_norm):
-    """Else the answer would go on with numbers that mean nothing."""
+    """Otherwise the answer would continue with meaningless numbers."""
     data, scales, _ = four_bits(16, 32)
     x = normal(K)
     x[40] = wrong

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, and checkpoints that come quantized; the real ones where the libraries are installed."""
+"""Weights in 8 and 4 bits, and quantized checkpoints; real ones if the libraries are installed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Checkpoints in GPTQ's and AWQ's format: packed by hand, multiplied as they lie by the package that reads both."""
+"""Checkpoints in GPTQ's and AWQ's format, packed by this file and multiplied packed by the package that reads both."""
 
 import importlib.util
 
@@ -37,7 +37,7 @@ def words(codes, order):
 
 
 def packed(method, weight):
-    """A weight's tensors in the files, and the weight that they stand for."""
+    """A weight's tensors in the files, and the unpacked weight."""
     rows, columns = weight.shape
     groups = weight.detach().view(rows, -1, GROUP)
     scales = (groups.abs().amax(-1) / 7).half()
@@ -58,7 +58,7 @@ def packed(method, weight):
 
 @pytest.fixture(params=FORMATS)
 def checkpoint(llama_folder, request):
-    """The tiny Llama in a format, and the same with the weights that are stored."""
+    """The tiny Llama in a format, and the same with the unpacked weights."""
     stored, rounded = {}, tiny_runner.loaded("llama")
     for name, parameter in rounded.model.named_parameters():
         if "_proj" in name:
@@ -88,6 +88,6 @@ def test_it_stays_packed_is_planned_and_answers_as_its_weights_do_in_every_mode(
 
 
 def decoded(runner):
-    """The logits after 160 tokens that are read, and 20 that are decoded."""
+    """The logits after a prefill of 160 tokens and 20 decoded ones."""
     ids = token_ids(180)
     return torch.stack([prefilled(runner, ids[:160]), *map(runner.step, ids[160:])])

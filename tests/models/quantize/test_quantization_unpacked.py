@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized and that transformers unpacks while it reads them: they are packed again."""
+"""Quantized checkpoints that transformers unpacks while reading them are packed again."""
 
 import contextlib
 import importlib.util
@@ -48,7 +48,7 @@ UNPACKED = ["fp8", "fp8 mixture", "fp8 hybrid", "mxfp4", pytest.param("compresse
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folders by name, each with the checkpoint and with the model that it stands for, not quantized."""
+    """Folders by name, each with a checkpoint and with the same model unquantized."""
 
     def made(name):
         if name not in there:
@@ -130,7 +130,7 @@ def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
 
 
 def test_a_plan_reads_the_headers_once(checkpoints, monkeypatch):
-    """Of a model on the hub that is not downloaded each of its files is asked for them."""
+    """For a model that is not downloaded each of its files on the hub would be asked for them."""
     read, genuine = [], description.read_headers
     monkeypatch.setattr(description, "read_headers", lambda location: read.append(location) or genuine(location))
     memory_plan(Load(checkpoints("fp8")[0], "cpu"), 64, silent)
@@ -171,7 +171,7 @@ def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoi
 
 @pytest.mark.parametrize("quantize", ["auto", "none"])
 def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkpoints, monkeypatch, quantize):
-    """transformers asks what the machine has, not what the model is for."""
+    """transformers checks which devices the machine has, not which one the model runs on."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     folder, plain = checkpoints("fp8")
@@ -208,7 +208,7 @@ def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 mixture", "mxfp4"])
 def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatch, name):
-    """Once all are read nothing is left to be packed."""
+    """After reading nothing is left to pack."""
     left, genuine = [], repacking.pack
 
     def pack(model, config, described, devices):

@@ -1,4 +1,4 @@
-"""A decoded token computes on the threads that other processes leave cores for; a prompt on all."""
+"""A decoded token is computed on as many threads as other processes leave cores for; a prompt on all."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from kvchat.models.quantize.rows import PAUSE_S, SAMPLE_S, ThreadBudget
 
 
 class Machine:
-    """A machine of some cores, told of what ran on them."""
+    """A machine with some cores, whose processor times the test sets."""
 
     def __init__(self, cores, stat, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -27,7 +27,7 @@ class Machine:
         self.stat.write_text("\n".join(lines))
 
     def passed(self, seconds, own=0.0, others=0.0):
-        """So many seconds, in which this process and others kept so many cores busy."""
+        """Let ``seconds`` pass, in which this process and others keep some cores busy."""
         self.now += seconds
         self.own += own * seconds
         self.idle += (self.cores - own - others) * seconds
@@ -52,7 +52,7 @@ def eight_threads():
 
 @pytest.fixture
 def eight(machine, eight_threads):
-    """A machine of eight cores, and its free ones, which were looked at once."""
+    """A machine with eight cores, and its thread budget after a first sample."""
     here = machine(8)
     free = here.thread_budget()
     threads_in(free)
