@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -345,7 +346,7 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
         return frozenset(known)
     angles: dict[nn.Module, Any] = {}
     watches = [
-        layer.register_forward_pre_hook(_watcher(angles), with_kwargs=True, prepend=True)  # before split's moves
+        layer.register_forward_pre_hook(partial(_watch, angles), with_kwargs=True, prepend=True)  # before split's moves
         for pair in pairs
         for layer in pair[:2]
     ]
@@ -383,11 +384,8 @@ def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
     return found
 
 
-def _watcher(angles: dict[nn.Module, Any]) -> Callable[..., None]:
-    def watch(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        angles[module] = named.get(ANGLES)
-
-    return watch
+def _watch(angles: dict[nn.Module, Any], module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    angles[module] = named.get(ANGLES)
 
 
 def _estimator(after: nn.Module, number: int) -> Callable[..., None]:

@@ -160,7 +160,7 @@ def read_model(path: Path) -> GgufFile:
     """Read the header of a language model.
 
     Raises:
-        ModelError: it is damaged or incomplete, or is no language model.
+        ModelError: it is damaged or incomplete, or not a language model.
     """
     try:
         found = read(path)
@@ -178,7 +178,7 @@ def read_model(path: Path) -> GgufFile:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The models in a folder's GGUF files, by their first part if they are split, without projectors and adapters."""
+    """A folder's GGUF files, split models by their first part; of several files only the language models."""
     found = sorted(one for one in folder.iterdir() if one.suffix.lower() == SUFFIX and part(one) < 2)
     return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
 
@@ -187,7 +187,7 @@ def _is_language_model(file: Path) -> bool:
     try:
         return not read(file).no_model
     except (OSError, ValueError):
-        return True  # told where it is given
+        return True  # the error is raised when the file is loaded
 
 
 def part(path: Path) -> int:

@@ -129,8 +129,8 @@ class LoadedModel:
         return tuple(dict.fromkeys(weight.device for weight in self.model.parameters()))
 
 
-def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription], Rank] | None = None) -> LoadedModel:
-    """Load the model ``asked`` for; ``progress`` is called with each stage.
+def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription], Rank] | None = None) -> LoadedModel:
+    """Load the model that ``load`` names; ``progress`` is called with each stage.
 
     ``model`` is "bundled", a folder, a GGUF file or a hub repository. ``device`` "auto" is CUDA if available; ``dtype``
     "auto" is the checkpoint's on CUDA, and on a CPU the faster of that and float32.
@@ -149,17 +149,17 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
     kept.stop()
     cores = ThreadBudget(torch.device("cpu"), pause=math.inf)  # for a GPU too: the CPU reads and packs the weights
     cores.sample()
-    template = _own_template(asked.chat_template)
+    template = _own_template(load.chat_template)
     with quiet():
-        described = describe(asked.model, asked.device, asked.dtype, progress, 1 if meet else asked.gpus)
-        chosen = repacking.choose(asked.quantize, described)
+        described = describe(load.model, load.device, load.dtype, progress, 1 if meet else load.gpus)
+        chosen = repacking.choose(load.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.weakest)
         has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
             if meet:
-                heads.check(described, chosen.quantize, asked.gpus, asked.force)
-            elif not asked.force:
+                heads.check(described, chosen.quantize, load.gpus, load.force)
+            elif not load.force:
                 reading.check(described, chosen.quantize)
             rank = meet(described) if meet else None
             if described.device.type == "cpu":  # after the check: compiling takes memory that it counts as free
@@ -187,12 +187,12 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 support.check_values(model, checkpoint.folder / checkpoint.gguf)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
-                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, sums)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, load.fast, sums)
     malloc_trim()
     if file and not packed:
         kept.begin(loaded.model, file)
     on_gpus = heads.note(loaded.kv_heads, rank.count) if rank else split.note(described.device, places)
-    notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
+    notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, load.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
 
@@ -231,9 +231,32 @@ def wrap(
         ahead = attention_hook.install(model, before.ahead if before else None)
     if not (before or fusion.note or sums):
         keep_tested(key, Tested(chunked, sorted(ahead)))
-    loaded = _loaded(name, revision, model, tokenizer, seen, pinned, sums)
-    notes = (*loaded.notes, *filter(None, [fusion.note, "" if chunked else ONE_BY_ONE]))
-    return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
+    text = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        revision=revision,
+        device=model.device,
+        dtype=model.dtype,
+        context=text.max_position_embeddings,
+        vocab=model.get_output_embeddings().weight.shape[0],
+        eos_ids=_eos_ids(model, tokenizer),
+        layers=len(seen.specs),
+        q_heads=seen.q_heads,
+        kv_heads=seen.kv_heads,
+        d_k=seen.d_k,
+        d_v=seen.d_v,
+        probe=seen,
+        notes=(*_notes(model, tokenizer, seen, pinned), *filter(None, [fusion.note, "" if chunked else ONE_BY_ONE])),
+        weight_bytes=quantization.weight_bytes(model),
+        weights=quantization.describe(model),
+        fingerprint=digest,
+        fused=fusion.fused,
+        reads_chunks=chunked,
+        advised=checkpoints.sampling(model.generation_config),
+        sums=sums,
+    )
 
 
 def _test(model: Any, name: str) -> tuple[bool, Tensor]:
@@ -393,34 +416,6 @@ def _own_template(file: str) -> str:
         detail = f"Line {error.lineno}: {error.message}."
         raise UsageError(f"{file} is not a chat template.", detail, "Use a Jinja template.") from None
     return source
-
-
-def _loaded(
-    name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool, sums: Sums | None
-) -> LoadedModel:
-    text = model.config.get_text_config(decoder=True)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
-        revision=revision,
-        device=model.device,
-        dtype=model.dtype,
-        context=text.max_position_embeddings,
-        vocab=model.get_output_embeddings().weight.shape[0],
-        eos_ids=_eos_ids(model, tokenizer),
-        layers=len(seen.specs),
-        q_heads=seen.q_heads,
-        kv_heads=seen.kv_heads,
-        d_k=seen.d_k,
-        d_v=seen.d_v,
-        probe=seen,
-        notes=_notes(model, tokenizer, seen, pinned),
-        weight_bytes=quantization.weight_bytes(model),
-        weights=quantization.describe(model),
-        advised=checkpoints.sampling(model.generation_config),
-        sums=sums,
-    )
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

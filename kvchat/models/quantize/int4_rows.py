@@ -11,7 +11,7 @@ merged and a row that needs no padding is not copied for each product.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -161,13 +161,9 @@ def unpacked_elements(model: Any) -> int:
 
 def _quantize(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
     """The ``data`` and ``scales`` of ``weight [N, K]``."""
-    chunks = [_quantize_chunk(rows, of_4_bits) for rows in in_chunks(weight, CHUNK)]
+    quantize = partial(_quantize_by_loops, loops) if (loops := block_loops()) else quantize_by_torch
+    chunks = [quantize(rows, of_4_bits) for rows in in_chunks(weight, CHUNK)]
     return torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
-
-
-def _quantize_chunk(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
-    loops = block_loops()
-    return quantize_by_torch(weight, of_4_bits) if loops is None else _quantize_by_loops(loops, weight, of_4_bits)
 
 
 def _quantize_by_loops(loops: Any, weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
