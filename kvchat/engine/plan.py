@@ -158,6 +158,7 @@ def observe(described: ModelDescription) -> Observed:
         shapes = described.shapes
         state = RecurrentState(shapes.config)
         shape = observe_shape(shapes, state)
+        described.check_tensors()
     except KvchatError:
         raise
     except Exception as error:  # whatever an untried config leads to

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # tensors that d
 # Parameters of Llama 3.1, 3.2 and 3.3 from which llama.cpp's converter computes the divisors, with a factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHUNK = 2**15  # elements that numpy unpacks at once, so that they stay in a processor's cache
-LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}  # types that compiled loops unpack
+# Types that compiled loops unpack.
+LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL"}
 Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 # Tensors that scale positions, which the configuration does.
@@ -44,9 +46,12 @@ LEFT_OUT = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)")
 BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # some Llamas have them
 
 
@@ -63,6 +68,8 @@ def of_file(path: Path, name: str) -> Any:
 
         if rows := [one.shape[0] for one in file.tensors if one.name == EMBEDDINGS]:
             found["vocab_size"] = rows[0]
+        if file.architecture == "llama" and file.of_architecture("expert_count"):
+            found["model_type"] = "mixtral"
         kind = CONFIG_MAPPING[found["model_type"]]
         found |= _left_out(file, kind)
         ends = [id for key in ENDS if (id := file.number(f"tokenizer.ggml.{key}")) is not None]
@@ -226,7 +233,7 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     """
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)
-    if rope.get("rope_type") != "default":
+    if rope.get("rope_type") not in ("default", "yarn"):
         return
     rope["rope_theta"] = scaling.base or rope["rope_theta"]
     if "sliding_attention" in every:
@@ -353,6 +360,12 @@ def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
     elif name in ("Q4_1", "Q5_1"):
         loop = loops.four_bits if name == "Q4_1" else loops.five_bits
         loop(blocks, halves(0), halves(2), 4, 0, found)
+    elif name in ("MXFP4", "IQ4_NL"):
+        from gguf import quants
+
+        kind, at = (quants.MXFP4, 1) if name == "MXFP4" else (quants.IQ4_NL, 2)
+        scales = kind.e8m0_to_fp32_half(blocks[:, 0]) if name == "MXFP4" else halves(0)
+        loops.of_table(blocks, scales, np.float32(kind.kvalues), at, found)
     elif name == "Q8_0":
         loops.eight_bits(blocks, halves(0), found)
     elif name == "Q6_K":
@@ -362,31 +375,43 @@ def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
 
 
 def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) -> dict[str, Unpacked]:
-    """The weights that transformers' processors make: most of one tensor, experts of two."""
+    """The weights that transformers' processors make, each of one tensor; experts are stacked here."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     processor = theirs.TENSOR_PROCESSORS.get(file.architecture, theirs.TensorProcessor)(config=model.config.to_dict())
     with fed(file):
-        names = theirs.get_gguf_hf_weights_map(model, processor)
-    sources = defaultdict(list)
+        names = theirs.get_gguf_hf_weights_map(model, processor, file.architecture)
+
+    def make(one: gguf_file.Tensor) -> Tensor:
+        found = values(one)
+        plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no such type
+        done = processor.process(weights=plain.numpy(), name=one.name, parsed_parameters={"tensors": {}})
+        return torch.from_numpy(done.weights)
+
+    made, of_experts = {}, defaultdict(list)
+    modules = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     for one in tensors:
-        short = one.name.removesuffix(".weight")
-        sources[names.get(one.name) or names.get(short) or one.name].append(one)
+        experts = EXPERTS.fullmatch(one.name)
+        if experts and (path := f"model.layers.{experts['layer']}.mlp.experts") in modules:
+            projection = "down_proj" if experts["part"] == "down" else "gate_up_proj"
+            of_experts[path, projection + ("_bias" if experts["kind"] == "bias" else "")].append(one)
+        else:
+            short = one.name.removesuffix(".weight")
+            made[names.get(one.name) or names.get(short) or one.name] = Unpacked(one.nbytes, partial(make, one))
+    for (path, name), found in of_experts.items():
+        made[f"{path}.{name}"] = Unpacked(_nbytes(found), partial(_stack, sorted(found), modules[path]))
+    return made
 
-    def make(target: str) -> Tensor:
-        made: dict[str, Any] = {"tensors": {}}
-        for one in sources[target]:
-            found = values(one)
-            plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no such type
-            done = processor.process(
-                weights=plain.numpy(), name=one.name, tensor_key_mapping=names, parsed_parameters=made
-            )
-            if done.name is not None:
-                made["tensors"][target] = torch.from_numpy(done.weights)
-        weight: Tensor = made["tensors"][target]
-        return weight
 
-    return {target: Unpacked(_nbytes(found), partial(make, target)) for target, found in sources.items()}
+def _stack(tensors: Sequence[gguf_file.Tensor], experts: Any) -> Tensor:
+    """The matrices or biases of a layer's ``experts`` as transformers has them: those of gate and up are one."""
+    (count, rows, *columns), kinds = tensors[0].shape, len(tensors)
+    whole = torch.empty(count, kinds * rows, *columns)
+    places = whole.chunk(kinds, 1) if experts.is_concatenated else [whole[:, at::kinds] for at in range(kinds)]
+    for place, one in zip(places, tensors, strict=True):
+        for expert, found in zip(place, parts(one._replace(shape=(count, math.prod(one.shape[1:]))), 1), strict=True):
+            expert.copy_(found.view_as(expert))  # one at a time: all of them take a gigabyte more
+    return whole.transpose(1, 2) if columns and experts.is_transposed else whole
 
 
 def _converted(tensors: Sequence[gguf_file.Tensor], transforms: Sequence[Any]) -> dict[str, Unpacked]:

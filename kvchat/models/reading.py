@@ -75,7 +75,7 @@ def read(
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
     head, place = None, checkpoint.folder / checkpoint.gguf
     if checkpoint.gguf:
-        support.check_tensors(described.shapes, place, ggufs.loading_info(described.gguf_weights, described.shapes))
+        described.check_tensors()
         head = None if packed else _tied_head(described, quantized)
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:

@@ -14,6 +14,7 @@ from support.gguf_files import gguf_header, text, write_model, write_tiny
 from support.progress import silent
 from support.real_models import FILES
 
+from kvchat.engine.plan import memory_plan
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.memory import available
 from kvchat.models import checkpoint, description, gguf
@@ -65,6 +66,16 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
+# No file says the last three, which all models of this architecture have.
+GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 5e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +91,8 @@ GEMMA3 = {
         ("starcoder2", "starcoder2", {"tie_word_embeddings": True, **theta(5e4)}),
         ("stablelm", "stablelm", theta(5e4, partial_rotary_factor=0.5)),
         ("gpt2", "gpt2", {"tie_word_embeddings": True}),
+        ("mixtral", "llama", {"num_experts_per_tok": 3, "head_dim": 32, **theta(5e4)}),
+        ("gpt_oss", "gpt-oss", {"rms_norm_eps": 0.1, "rope_parameters": GPT_OSS}),
     ],
 )
 def test_what_a_file_says_is_in_force_where_transformers_takes_a_default(tmp_path, name, kind, changes):
@@ -99,19 +112,41 @@ def test_a_model_called_mistral_is_a_llama(tmp_path):
     assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
 
 
+@pytest.mark.parametrize(("quantize", "error"), [("none", 1e-5), ("int8", 0.02)])
+def test_experts_in_mxfp4_are_read_in_the_order_of_the_model(tmp_path, quantize, error):
+    original = tiny_models.fresh("gpt_oss", vocab_size=8192, rope_parameters=GPT_OSS)
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if name.endswith(("_proj", "_proj.weight", "router.weight")):
+                values = parameter.mT if "experts" in name else parameter
+                values.copy_(rounded(values, "MXFP4"))
+    write_tiny(tmp_path / "x.gguf", original, "gpt-oss", layers="MXFP4")
+    loaded = load_model(Load(str(tmp_path), "cpu", quantize=quantize, fast=False), silent)
+    assert relative_error(sample_logits(loaded.model), sample_logits(original)) < error
+
+
+def rounded(values, kind):
+    """The values of a tensor as a file of this type gives them back."""
+    import gguf
+
+    type_ = gguf.GGMLQuantizationType[kind]
+    packed = gguf.quantize(values.detach().contiguous().numpy(), type_)
+    return torch.from_numpy(gguf.dequantize(packed, type_)).view_as(values)
+
+
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "kind", "reason"),
     [
-        ("mixtral", r"lack 12 tensors.*mlp\.down_proj.*safetensors"),
-        ("qwen2", r"no place for 12 tensors, such as blk\.0\.attn_k\.bias.*safetensors"),
+        ("mixtral", "qwen2moe", r"lack 28 tensors.*mlp\.shared_expert.*safetensors"),
+        ("qwen2", "llama", r"no place for 12 tensors, such as blk\.0\.attn_k\.bias.*safetensors"),
     ],
 )
-def test_tensors_without_a_place_are_refused_before_any_is_read(tmp_path, name, reason, monkeypatch):
-    """A mixture of experts is a Llama by its architecture, too."""
+@pytest.mark.parametrize("meet", [lambda load: load_model(load, silent), lambda load: memory_plan(load, 1, silent)])
+def test_tensors_without_a_place_are_refused_before_any_is_read(tmp_path, name, kind, reason, meet, monkeypatch):
     monkeypatch.setattr(gguf, "values", None)
-    write_tiny(tmp_path / "x.gguf", tiny_models.fresh(name, vocab_size=8192), "llama")
+    write_tiny(tmp_path / "x.gguf", tiny_models.fresh(name, vocab_size=8192), kind)
     with pytest.raises(ModelError, match=reason):
-        load_model(Load(str(tmp_path), "cpu", quantize="none"), silent)
+        meet(Load(str(tmp_path), "cpu", quantize="none"))
 
 
 @pytest.mark.parametrize(

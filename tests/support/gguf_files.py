@@ -128,8 +128,11 @@ def write_lfm2(path: Path, model: Any, kind: str) -> None:
     _write(writer, tensors, kind, kind)
 
 
-def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny") -> None:
-    """A model of llama.cpp's architecture ``kind``, whose vocabulary is the bundled one's, as llama.cpp converts it."""
+def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny", layers: str = "F32") -> None:
+    """A model of llama.cpp's architecture ``kind``, whose vocabulary is the bundled one's, as llama.cpp converts it.
+
+    ``layers`` is the type of the matrices in layers.
+    """
     import gguf
 
     config = model.config
@@ -144,16 +147,24 @@ def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny") -> None:
         writer.add_rope_dimension_count(int(rotated))
         writer.add_rope_freq_base(whole["rope_theta"])
         writer.add_rope_freq_base_swa(rope.get("sliding_attention", whole)["rope_theta"])
+        if whole["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(whole["factor"])
+            writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
     _add_vocabulary(writer, config)
     architecture = next(one for one, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         layer, tensor = f"blk.{next(filter(str.isdigit, name.split('.')), '')}", parameter.detach()
-        if name.endswith("experts.gate_up_proj"):
-            tensors[f"{layer}.ffn_gate_exps.weight"], tensors[f"{layer}.ffn_up_exps.weight"] = tensor.chunk(2, dim=1)
-        elif name.endswith("experts.down_proj"):
-            tensors[f"{layer}.ffn_down_exps.weight"] = tensor
+        if ".experts." in name:
+            end = "bias" if name.endswith("bias") else "weight"
+            tensor = tensor.transpose(1, 2) if kind == "gpt-oss" and end == "weight" else tensor
+            gate, up = (tensor[:, ::2], tensor[:, 1::2]) if kind == "gpt-oss" else tensor.chunk(2, dim=1)
+            found = {"down": tensor} if "down_proj" in name else {"gate": gate, "up": up}
+            tensors |= {f"{layer}.ffn_{part}_exps.{end}": matrices for part, matrices in found.items()}
+        elif name.endswith("sinks"):
+            tensors[f"{layer}.attn_sinks.weight"] = tensor
         else:
             tensor = baselines.rotated_in_pairs(name, tensor, config) if kind == "llama" else tensor
             tensor = tensor + 1 if kind in ("gemma2", "gemma3") and name.endswith("norm.weight") else tensor
@@ -161,7 +172,7 @@ def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny") -> None:
                 tensor.T if kind == "gpt2" and name.endswith(("attn.weight", "proj.weight", "fc.weight")) else tensor
             )
             tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor.squeeze(0)
-    _write(writer, tensors, "F32", "F32")
+    _write(writer, tensors, layers, "F32")
 
 
 def _add_vocabulary(writer: Any, config: Any) -> None:
@@ -184,8 +195,8 @@ def _write(writer: Any, tensors: dict[str, Tensor], kind: str, table_kind: str) 
     import gguf
 
     for name, tensor in tensors.items():
-        if tensor.dim() == 1 or "shortconv.conv" in name:
-            writer.add_tensor(name, tensor.float().numpy())
+        if tensor.dim() == 1 or name.endswith("bias") or "shortconv.conv" in name:
+            writer.add_tensor(name, tensor.float().contiguous().numpy())
         else:
             its_kind = gguf.GGMLQuantizationType[kind if name.startswith("blk.") else table_kind]
             packed = gguf.quantize(tensor.float().contiguous().numpy(), its_kind)

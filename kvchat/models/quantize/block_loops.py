@@ -47,6 +47,17 @@ def five_bits(blocks: Array, scale: Array, least: Array, at: int, middle: np.flo
             out[block, i + 16] = d * (np.float32(high) - middle) + m
 
 
+@compiled("void(u1[:, ::1], f4[::1], f4[::1], i8, f4[:, ::1])")
+def of_table(blocks: Array, scale: Array, table: Array, at: int, out: Array) -> None:
+    """MXFP4 and IQ4_NL: places in a ``table`` of 16 levels from byte ``at`` on."""
+    for block in range(len(blocks)):
+        d = scale[block]
+        for i in range(16):
+            byte = np.int64(blocks[block, at + i])
+            out[block, i] = d * table[byte & 15]
+            out[block, i + 16] = d * table[byte >> 4]
+
+
 @compiled("void(u1[:, ::1], f4[::1], f4[:, ::1])")
 def eight_bits(blocks: Array, scale: Array, out: Array) -> None:
     """Q8_0."""

@@ -21,6 +21,8 @@ def blocks_of(name: str, count: int) -> np.ndarray:
     scales = rng.normal(0, 0.01, (count, 2)).astype(np.float16).view(np.uint8)
     at = SCALES_AT.get(name, 0)
     blocks[:, at : at + 2] = scales[:, :2]
+    if name == "MXFP4":
+        blocks[:, 0] //= 2  # powers of two: twelve times the largest is infinite
     if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
         blocks[:, 2:4] = scales[:, 2:]
     return blocks
