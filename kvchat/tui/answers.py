@@ -1,4 +1,4 @@
-"""The answer in progress, and the questions and commands that wait for the engine."""
+"""The answer in progress, and the questions and commands queued for the engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NO_TEXT = Message(parent=None, role="assistant", text="")
 
 @dataclass(eq=False)
 class Answers:
-    """At most one answer in progress, and the ``queue`` of questions behind it.
+    """At most one answer in progress, and the ``queue`` of questions after it.
 
-    ``answer`` is None between answers, and after ``detach`` until the engine has finished the one that was left.
+    ``answer`` is None between answers, and after ``detach`` until the engine has finished the detached one.
     ``save`` writes the conversation to disk; speeds are measured only while it ``is_real_time``.
     """
 
@@ -38,11 +38,13 @@ class Answers:
         self.queue = QuestionQueue(self.view)
         self._question: QuestionView | None = None
         self._switch: SwitchLine | None = None
-        self._marks: list[tuple[int, SwitchLine]] = []  # the switches since it began, behind so many characters
-        self._between: tuple[str, SwitchLine] | None = None  # the last one, kept with the answer of this id before it
+        self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, each after so many characters
+        self._between: tuple[str, SwitchLine] | None = (
+            None  # the last switch between answers, and the id of the answer before it
+        )
 
     async def begin(self, continued: Message = NO_TEXT) -> None:
-        """Ask for an answer to the last question, or for more of the last answer, which is ``continued``."""
+        """Request an answer to the last question, or more of the last answer, which is ``continued``."""
         conversation = self.state.conversation
         self._begin_asking()
         self.state.note_mode()
@@ -60,26 +62,26 @@ class Answers:
             self.client.send(Stop())
 
     async def ask(self, text: str) -> None:
-        """Ask at once, in place of the person: of a recording."""
+        """Ask a question of a recording, at once."""
         await self.send(await self.view.add_question(text, queued=False))
 
     def resume_kv(self) -> None:
-        """Let the engine restore the K/V that it has of the conversation, before the next question."""
+        """Let the engine restore the conversation's K/V before the next question."""
         if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
             self.client.send(self.state.conversation.to_resume())
 
     @property
     def is_free(self) -> bool:
-        """True if the engine is ready, and no waiting question is sent before the next one."""
-        return self.state.phase is Phase.READY and not self.queue.goes_on
+        """True if the engine is ready and no queued question is to be sent first."""
+        return self.state.phase is Phase.READY and not self.queue.is_active
 
     def mark_pending(self) -> None:
-        """From now on a stop is meant for the answer to come, also before it can be asked for."""
+        """Apply a stop from now on to the coming answer, even if it is not requested yet."""
         if not self.is_asking:
             self.is_asking, self._is_stop_due = True, False
 
     def stop(self) -> None:
-        """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""
+        """Stop the answer, or one not requested yet as soon as it is, and hold the queue."""
         self.queue.hold()
         if self.is_asking:
             self._is_stop_due = True
@@ -87,7 +89,7 @@ class Answers:
             self.client.send(Stop())
 
     def begun(self, started: Started) -> None:
-        """The prompt is being read; it may begin a thought, unless it ends with text of the answer."""
+        """Note that the prompt is being read; it may begin a thought, unless it ends with text of the answer."""
         self._tags = started.tags
         if self.answer is not None and not self._continued.text:
             self.answer.thought = started.thought
@@ -97,7 +99,7 @@ class Answers:
             self.answer.wait(words)
 
     def feed(self, piece: Text) -> None:
-        """Append decoded text; text of a forgotten answer is dropped."""
+        """Append decoded text; text of a detached answer is dropped."""
         if self.answer is None:
             return
         if self.state.phase is not Phase.ANSWERING:
@@ -109,15 +111,15 @@ class Answers:
             self._switch.count(piece.tokens, monotonic())
 
     async def withdraw(self, chars: int) -> None:
-        """Remove the end of the answer and keep it readable, struck through, in a note."""
+        """Remove the end of the answer and show it in a note, struck through."""
         if self.answer is not None and chars:
             struck = await self.answer.withdraw(chars)
             self.view.add_note("withdrawn by recovery: ", struck.strip())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> None:
-        """Add the line of a switch; it shows the speed after the switch once enough tokens have come.
+        """Add a line for a switch; it shows the speed after the switch once enough tokens have come.
 
-        Switches one after the other, without a token between them, are one.
+        Switches without a token between them are merged into one.
         """
         self._close_switch()
         last, self._switch = self._switch, None
@@ -139,14 +141,14 @@ class Answers:
 
     @property
     def switch_positions(self) -> tuple[int, ...]:
-        """How many tokens were stored at each switch to another mode on the path shown, that in progress included."""
+        """Tokens stored at each switch to another mode on the path shown, including the answer in progress."""
         path = self.state.conversation.path
         changes = [change for message in path for change in message.switch_lines]
-        changes += [_change(place, switch) for place, switch in self._marks] if self.answer is not None else []
+        changes += [_change(chars, switch) for chars, switch in self._marks] if self.answer is not None else []
         return tuple(dict.fromkeys(change.position for change in changes if change.mode and change.position))
 
     def _forget(self, switch: SwitchLine) -> None:
-        """Keep a switch no more, which another one goes on with."""
+        """Remove a switch that is merged into the next one."""
         self._marks = [mark for mark in self._marks if mark[1] is not switch]
         if self._between is not None and self._between[1] is switch:
             id, messages = self._between[0], self.state.conversation.messages
@@ -154,7 +156,7 @@ class Answers:
                 self.state.conversation.mark_switches(id, messages[id].switch_lines[:-1])
 
     async def finish(self, finished: Finished) -> None:
-        """Complete the answer; one stopped before its first word gives the question back."""
+        """Complete the answer; if it was stopped before its first word, return its question to the prompt."""
         answer, self.answer = self.answer, None
         switch_lines = self._take_lines()
         if answer is None:
@@ -177,13 +179,13 @@ class Answers:
             await self._give_back()
 
     def checkpoint(self) -> None:
-        """Put the text that has come so far into the conversation, to be saved with it."""
+        """Put the text so far into the conversation, to be saved with it."""
         conversation = self.state.conversation
         if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
             self._keep(self.answer, "", self._lines())
 
     async def abandon(self) -> bool:
-        """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
+        """Keep the text of the answer in progress and return True; without text return its question to the prompt."""
         answer, self.answer = self.answer, None
         if answer is None:
             return False
@@ -199,7 +201,7 @@ class Answers:
         return bool(answer.text)
 
     def detach(self) -> None:
-        """Leave the answer in progress, keeping its text, and the queued questions, for another conversation."""
+        """Leave the conversation: keep the text of its answer in progress, return its queue to the prompt."""
         if self.answer is not None and self.answer.text:
             self._keep(self.answer, "stopped", self._lines())
         if queued := self.queue.take_texts():
@@ -207,13 +209,13 @@ class Answers:
         self.answer = self._question = self._switch = None
 
     async def ready(self) -> None:
-        """The engine is ready: run the commands that wait, up to the first question, and send that."""
+        """Run the queued commands up to the first question, and send it; the engine is ready."""
         self.show_phase(Phase.READY)
         while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
             await waiting.run()
 
     def defer(self, command: QuestionView, run: Callable[[], Awaitable[None]]) -> None:
-        """Let a command wait behind what is queued; it leaves the transcript when it is run."""
+        """Queue a command; it leaves the transcript when it runs."""
 
         async def leave_and_run() -> None:
             gone = command.remove()
@@ -223,7 +225,7 @@ class Answers:
         self.queue.add(Waiting(command, leave_and_run, is_question=False))
 
     async def send(self, question: QuestionView, pinned: bool = False) -> None:
-        """Put a question into the conversation and ask for its answer."""
+        """Put a question into the conversation and request its answer."""
         self._question = question
         conversation = self.state.conversation
         message = conversation.ask(question.text, pinned)
@@ -234,20 +236,20 @@ class Answers:
             await self.begin()
 
     async def down(self) -> None:
-        """No engine runs: give a queued question back to the prompt; several are held."""
+        """Return a single queued question to the prompt and hold several; no engine runs."""
         self.show_phase(Phase.DOWN)
         self.queue.hold()
         if len(self.queue) == 1:
             self._restore(await self.queue.take_back(), "The queued text")
 
     def _keep(self, answer: AnswerView, ending: str, switch_lines: tuple[ModeChange, ...]) -> Message:
-        """Put an answer as far as it has come into the conversation."""
+        """Put the answer so far into the conversation."""
         return self.state.conversation.answer(
             answer.text, ending, switch_lines=switch_lines, model=self.state.model_name, thought=answer.thought
         )
 
     async def _give_back(self) -> None:
-        """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""
+        """Return the unanswered question to the prompt; if it has earlier answers, show the newest."""
         conversation = self.state.conversation
         if text := conversation.withdraw():
             self._restore(text, "The answer had not started; the question")
@@ -259,7 +261,7 @@ class Answers:
         await self.save()
 
     def _restore(self, text: str, what: str) -> None:
-        """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""
+        """Return a sent text to the prompt; if that holds another text, it stays in the prompt history."""
         place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
         self.view.toast(f"{what} is {place}.")
 
@@ -268,7 +270,7 @@ class Answers:
         self.show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
-        """True if the user went over to another conversation before the answer could be asked for: then it is not."""
+        """True if the user changed the conversation before the answer was requested; it is then not requested."""
         if self.state.conversation is conversation:
             return False
         self.is_asking = False
@@ -276,10 +278,10 @@ class Answers:
         return True
 
     def _lines(self) -> tuple[ModeChange, ...]:
-        return (*self._continued.switch_lines, *(_change(place, switch) for place, switch in self._marks))
+        return (*self._continued.switch_lines, *(_change(chars, switch) for chars, switch in self._marks))
 
     def _take_lines(self) -> tuple[ModeChange, ...]:
-        """The switches as they stay from now on: the answer is over."""
+        """The final switches of an answer that is over."""
         self._close_switch()
         if self._marks:
             self._switch = None
@@ -294,16 +296,16 @@ class Answers:
         self.view.show_state(self.state)
 
 
-def _change(place: int, switch: SwitchLine) -> ModeChange:
-    """A switch behind ``place`` characters of an answer."""
+def _change(chars: int, switch: SwitchLine) -> ModeChange:
+    """A switch after ``chars`` characters of an answer."""
     switched = switch.switched
     mode = switched.mode if switched.mode != switched.before else ""
-    return ModeChange(place, switch.line, switched.total, mode)
+    return ModeChange(chars, switch.line, switched.total, mode)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A question, or a command, as it stands in the transcript; ``run`` sends or does it."""
+    """A queued question or command in the transcript; ``run`` sends or executes it."""
 
     view: QuestionView
     run: Callable[[], Awaitable[None]]
@@ -311,9 +313,9 @@ class Waiting:
 
 
 class QuestionQueue:
-    """They are sent one after the other as the engine gets ready; ``is_held`` they wait for the user too.
+    """Questions and commands, sent one by one whenever the engine is ready, but while ``is_held`` only once released.
 
-    A stopped or failed answer holds them: what was queued behind it may not be meant any more.
+    A stopped or failed answer holds them, because they may have assumed it.
     """
 
     def __init__(self, view: ChatView) -> None:
@@ -329,13 +331,13 @@ class QuestionQueue:
         return any(one.is_question for one in self._waiting)
 
     @property
-    def goes_on(self) -> bool:
-        """True if the first is sent by itself, once the engine is ready."""
+    def is_active(self) -> bool:
+        """True if the first is sent as soon as the engine is ready."""
         return bool(self._waiting) and not self.is_held
 
     @property
     def last(self) -> str:
-        """The text of what was queued last, empty if nothing waits."""
+        """The text queued last; empty if the queue is."""
         return self._waiting[-1].view.text if self._waiting else ""
 
     def add(self, waiting: Waiting) -> None:
@@ -343,15 +345,15 @@ class QuestionQueue:
         self._show()
 
     def take_next(self) -> Waiting | None:
-        """Remove the first; None if none waits or they are held."""
-        if not self.goes_on:
+        """Remove and return the first; None if the queue is empty or held."""
+        if not self.is_active:
             return None
         waiting = self._waiting.pop(0)
         self._show()
         return waiting
 
     async def take_back(self) -> str:
-        """Remove the last one, also from the transcript, and return its text; empty if none waits."""
+        """Remove the last, also from the transcript, and return its text; empty if the queue is."""
         if not self._waiting:
             return ""
         view = self._waiting.pop().view
@@ -360,7 +362,7 @@ class QuestionQueue:
         return view.text
 
     def hold(self) -> None:
-        """Send none of those that wait until they are released."""
+        """Send nothing until ``release``."""
         self.is_held = True
         self._show()
 
@@ -369,7 +371,7 @@ class QuestionQueue:
         self._show()
 
     def take_texts(self) -> str:
-        """Forget all and return their texts; the widgets go with the conversation."""
+        """Empty the queue and return its texts; the widgets go with the conversation."""
         texts = "\n\n".join(one.view.text for one in self._waiting)
         self._waiting.clear()
         self._show()

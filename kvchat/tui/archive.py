@@ -1,4 +1,4 @@
-"""The conversations on disk, on a thread of their own, so that no disk stops the screen; the mode each was in."""
+"""The conversation database, on its own thread so that a slow disk never blocks the screen; a conversation's mode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Archive:
-    """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
+    """Saves conversations; one that cannot be saved stays in memory until a later ``save`` succeeds.
 
-    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only. One that another
-    program has locked, or on a full disk, is opened by the first ``save`` that can. ``writes`` counts what was written.
+    Without ``path``, or if it cannot be used, this run's conversations stay in memory. A database that is locked by
+    another program or on a full disk is opened by the first ``save`` that can. ``writes`` counts the changes written.
     """
 
     def __init__(self, path: Path | None, view: ChatView) -> None:
@@ -41,15 +41,15 @@ class Archive:
         self._saving = asyncio.Lock()
         self._is_closed = False
         self._problem: StoreError | None = None  # of the last save
-        self._waited: StoreError | None = None
+        self._not_opened: StoreError | None = None  # why the database cannot be opened yet
 
     @property
     def problem(self) -> StoreError | None:
-        """Why something that was said is not on disk; None where it is, or is to stay in memory."""
-        return (self._problem or self._waited) if any(one.changes() for one in self._unsaved) else None
+        """Why something is not on disk; None if everything is, or is meant to stay in memory."""
+        return (self._problem or self._not_opened) if any(one.changes() for one in self._unsaved) else None
 
     async def open(self) -> bool:
-        """Open the database; False where it cannot be used, which is shown: the conversations are kept in memory."""
+        """Open the database; if it cannot be used, say so, keep the conversations in memory and return False."""
         try:
             await self._run(self._use, self._path)
         except StoreError as error:
@@ -57,23 +57,20 @@ class Archive:
             text = f"{error} This run keeps its conversations {kept}."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
             if error.is_passing:
-                self._waited = error
+                self._not_opened = error
             else:
                 await self._run(self._use, None)
             return False
         return True
 
     async def close(self) -> None:
-        """Save what is not yet and close the database; nothing is saved afterwards.
-
-        One that is just being opened, or could not be yet, is waited for a last time.
-        """
+        """Save what is unsaved, opening the database for it if necessary, and close; nothing is saved afterwards."""
         async with self._saving:
             if self._is_closed:
                 return
             if self._store is None and any(one.changes() for one in self._unsaved):
                 try:
-                    # Unless whoever opened it was canceled while the thread did it.
+                    # The thread may have opened it for a task that was canceled meanwhile.
                     await self._run(lambda: self._store or self._use(self._path))
                 except StoreError as error:
                     self._show_problem(error)
@@ -83,23 +80,23 @@ class Archive:
         self._thread.shutdown()
 
     async def save(self, conversation: Conversation) -> None:
-        """Write what changed in it, and in others that could not be written before; a problem is shown once."""
+        """Write its changes, and those of conversations that could not be saved before; a problem is shown once."""
         if conversation not in self._unsaved:
             self._unsaved.append(conversation)
         async with self._saving:
-            if self._waited is not None:
+            if self._not_opened is not None:
                 with suppress(StoreError):
                     await self._run(self._use, self._path, 0.0)
-                    self._waited = None
+                    self._not_opened = None
                     text = "The database can be used again: the conversations kept in memory are saved."
                     self._view.toast(text, title="Conversations")
             await self._save_all()
 
     async def _save_all(self) -> None:
-        """Write what is not saved yet. It counts as saved once it is on disk: whoever waits may be canceled before."""
+        """Write all unsaved changes; marked as saved only once on disk, because the caller may be canceled."""
         while self._store is not None and self._unsaved:
             conversation = self._unsaved[0]
-            while (changes := conversation.changes()) is not None:  # it may be gone on with while it is written
+            while (changes := conversation.changes()) is not None:  # it may grow while it is written
                 try:
                     await self._run(self._store.save, changes)
                 except StoreError as error:
@@ -111,11 +108,11 @@ class Archive:
             self._problem = None
 
     async def search(self, text: str) -> list[Summary]:
-        """The conversations that say ``text``; for an empty text all, the one written to last first."""
+        """The conversations that contain ``text``, all if it is empty; the last one written to comes first."""
         return await self._ask(lambda store: store.search(text))
 
     async def all(self) -> list[Summary]:
-        """Every conversation, the one written to last first: people name them by their place here, from 1 on."""
+        """Every conversation, the last one written to first; commands name them by their number in it, from 1."""
         return await self._ask(lambda store: store.recent(limit=-1))
 
     async def latest(self) -> Summary | None:
@@ -125,7 +122,7 @@ class Archive:
         """Read a conversation.
 
         Raises:
-            KvchatError: there is none with this id, or it cannot be read.
+            KvchatError: no conversation has this id, or it cannot be read.
         """
         return await self._ask(lambda store: store.load(id))
 
@@ -154,11 +151,11 @@ class Archive:
 
     def _opened(self) -> ConversationStore:
         if self._store is None:
-            raise self._waited or StoreError("The conversations are not open yet.", hint="Try again in a moment.")
+            raise self._not_opened or StoreError("The conversations are not open yet.", hint="Try again in a moment.")
         return self._store
 
     async def _ask(self, work: Callable[[ConversationStore], T]) -> T:
-        """Work with the database that is there when the thread is free: meanwhile another may have taken its place."""
+        """Work with the database that is open when the thread is free: it may have been replaced meanwhile."""
         self._opened()
         return await self._run(lambda: work(self._opened()))
 
@@ -174,10 +171,7 @@ class Archive:
 
 @dataclass(eq=False)
 class ModeOfConversation:
-    """Brings back the mode and the parameters that a conversation was in, and tells it once they are in force.
-
-    ``is_due``: they are not yet.
-    """
+    """Restores the mode and parameters of a conversation and reports once they are in force; ``is_due`` until then."""
 
     state: ChatState
     client: EngineClient
@@ -185,7 +179,7 @@ class ModeOfConversation:
     is_due: bool = False
 
     def restore(self, is_ready: bool) -> None:
-        """Switch to the mode that the conversation was in, unless it is in force; once a model ``is_ready``."""
+        """Switch to the conversation's mode unless it is in force, as soon as a model ``is_ready``."""
         kept, state = self.state.conversation, self.state
         self.is_due = False
         if not kept.mode or state.is_served:
@@ -200,18 +194,18 @@ class ModeOfConversation:
         self.is_due = bool(changes) or kept.mode != (state.wanted or state.asked)
         if self.is_due and is_ready:
             state.wanted = kept.mode
-            with suppress(UsageError):  # an engine that is gone: as soon as the next one is ready
+            with suppress(UsageError):  # the engine is gone: switched once the next one is ready
                 self.client.send(Switch(kept.mode, changes))
 
-    def told(self) -> bool:
-        """Something was switched to; whether it is told here, because it was this mode."""
-        is_told, self.is_due = self.is_due and self.state.asked == self.state.conversation.mode, False
-        if is_told:
+    def report_switch(self) -> bool:
+        """Report a switch to the conversation's mode; False if it was another switch, which the caller reports."""
+        is_restored, self.is_due = self.is_due and self.state.asked == self.state.conversation.mode, False
+        if is_restored:
             self.view.add_note(f"Back in {_described(self.state.conversation)}, the mode of this conversation.")
-        return is_told
+        return is_restored
 
     def _changes(self, kept: Conversation) -> Params:
-        """What has to be asked for so that the mode has the conversation's parameters and no others."""
+        """The parameters to change so that the mode has those of the conversation and no others."""
         in_force = modes.to_keep(kept.mode, self.state.settings, self.state.given)
         now, then = (modes.by_mode(kept.mode, params) for params in (in_force, kept.params))
         changes = dict[str, Params]()

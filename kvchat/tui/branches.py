@@ -1,7 +1,4 @@
-"""The branches of the conversation, and its pinned messages within the limit that the engine has for them.
-
-Edit a question, answer it again, go on with an answer, walk between siblings.
-"""
+"""The branches of a conversation (edit, answer again, continue, undo, select) and its pinned messages."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ from kvchat.tui.view import ChatView
 
 @dataclass(eq=False)
 class Branches:
-    """Each needs an engine that is ready. They act on the message chosen in the transcript, else on the last one."""
+    """Acts on the message chosen in the transcript, else on the last one; refuses while the engine is busy."""
 
     state: ChatState
     answers: Answers
     view: ChatView
 
     async def regenerate(self) -> None:
-        """Answer a question again; its answers so far stay as siblings."""
+        """Answer a question again; earlier answers stay as siblings."""
         self.require_ready()
-        question = self.chosen("user")
+        question = self.chosen_question()
         self.state.conversation.go_to(question.id)
         await self.view.show_messages((), below=question.id)
         await self.answers.begin()
 
     async def resume(self) -> None:
-        """Go on with the last answer."""
+        """Continue the last answer."""
         self.require_ready()
         answer = self.state.conversation.leaf
         if answer is None or answer.role != "assistant":
@@ -41,22 +38,22 @@ class Branches:
         await self.answers.begin(answer)
 
     def edit(self) -> None:
-        """Put the chosen message or the last question into the prompt; the next one sent takes its place."""
+        """Put the chosen message or the last question into the prompt; the next text sent replaces it."""
         if not self.view.restore_prompt(self._editable().text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         self.begin_editing()
 
     def begin_editing(self) -> None:
-        """Let the next text sent take the place of the chosen message or the last question."""
+        """Let the next text sent replace the chosen message or the last question."""
         self.state.edited = self._editable().id
         self.view.show_state(self.state)
 
     def _editable(self) -> Message:
         self.require_ready()
-        return self.state.conversation.messages.get(self.view.chosen or "") or self.chosen("user")
+        return self.state.conversation.messages.get(self.view.chosen or "") or self.chosen_question()
 
     async def resume_edited(self, text: str) -> None:
-        """Go on with ``text`` in place of the answer that is edited."""
+        """Replace the edited answer by ``text`` and continue it."""
         self.require_ready()
         edited = self.state.conversation.messages[self.state.edited or ""]
         self.state.edited = None
@@ -66,14 +63,14 @@ class Branches:
         await self.answers.begin(answer)
 
     def stop_editing(self) -> None:
-        """Send the next question at the end again."""
+        """Append the next question to the conversation again."""
         self.state.edited = None
         self.view.show_state(self.state)
 
     async def leave_edited(self) -> bool:
-        """End the path before the edited question, if there is one: the next question is its sibling.
+        """End the path before the edited question, if any, so that the next question becomes its sibling.
 
-        Whether it was pinned, which its sibling then is too.
+        Returns True if it was pinned; its sibling then is too.
         """
         edited = self.state.conversation.messages.get(self.state.edited or "")
         if edited is not None and (self.answers.is_asking or self.answers.answer is not None):
@@ -85,14 +82,14 @@ class Branches:
         return edited.pinned
 
     async def undo(self) -> None:
-        """End the path before the last question, which is given back to the prompt; it stays as a branch."""
+        """Return the last question to the prompt and end the path before it; it stays as a branch."""
         self.require_ready()
-        question = self.chosen("user")
+        question = self.chosen_question()
         await self._end_before(question)
         self.view.restore_prompt(question.text)
 
     async def select_sibling(self, step: int) -> None:
-        """Show the sibling ``step`` further on of the chosen message, else of the last message that has one."""
+        """Show the sibling ``step`` after the chosen message, or after the last message before it that has siblings."""
         self.require_ready()
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
@@ -108,7 +105,7 @@ class Branches:
         await self.view.show_messages(shown[place:], below=message.parent)
 
     def require_ready(self) -> None:
-        """Refuse what needs an engine at rest."""
+        """Refuse unless the engine is ready and idle."""
         if self.state.phase is Phase.DOWN:
             raise no_engine()
         if self.state.phase is not Phase.READY:
@@ -118,11 +115,11 @@ class Branches:
         self.state.conversation.go_to(question.parent)
         await self.view.show_messages((), below=question.parent)
 
-    def chosen(self, role: str) -> Message:
-        """The message chosen in the transcript or the last one; of a role, the nearest at or before it."""
+    def chosen_question(self) -> Message:
+        """The question chosen in the transcript, or of the chosen answer; else the last one."""
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
-        found = next((message for message in reversed(path) if message.role == role), None)
+        found = next((message for message in reversed(path) if message.role == "user"), None)
         if found is None:
             raise UsageError("There is no question yet.", hint="Ask one first.")
         return found
@@ -130,7 +127,7 @@ class Branches:
 
 @dataclass(eq=False)
 class Pins:
-    """Marks messages as pinned; ``last``, an id, is unmarked where the engine says that it is too much."""
+    """Pins messages; ``last`` is the id of the latest, unpinned again if the engine refuses it as too much."""
 
     state: ChatState
     answers: Answers
@@ -138,7 +135,11 @@ class Pins:
     last: str = ""
 
     def pin(self, message: Message) -> None:
-        """Pin a message."""
+        """Pin a message.
+
+        Raises:
+            UsageError: too much would be pinned, or a server has the model.
+        """
         self.state.refuse_served()
         if self.state.info is not None:
             refuse_too_much(self.state.info.model, self.state.info.context, self._known_tokens(message))
@@ -149,7 +150,7 @@ class Pins:
         self._mark(message, False)
 
     def take_back(self) -> None:
-        """Unpin the message that was pinned last: the engine has refused it."""
+        """Unpin the message pinned last, which the engine has refused."""
         last = next((one for one in self.state.conversation.path if one.id == self.last), None)
         self.last = ""
         if last is not None and last.pinned:
@@ -162,9 +163,9 @@ class Pins:
         self.answers.resume_kv()
 
     def _known_tokens(self, message: Message) -> int:
-        """Tokens that will be pinned with ``message``, as far as they are known; the engine counts them all.
+        """Tokens known to be pinned together with ``message``; the engine counts all of them.
 
-        Those of the first question are counted with the system prompt, which may not be pinned.
+        Without a pinned system prompt the first question is left out: its known tokens include the system prompt.
         """
         conversation, first = self.state.conversation, self.state.conversation.path[0]
         ranges = message_ranges(conversation.path, None, 0)

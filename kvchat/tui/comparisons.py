@@ -1,6 +1,6 @@
-"""Modes side by side: a question answered in several, a fact looked for in each; the conversation stays as it is.
+"""Comparing modes on a question or on a hidden fact, without touching the conversation.
 
-People write variants as ``streaming budget=256 sync``.
+Variants are written as ``streaming budget=256 sync``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOUND, MISSED, STOPPED, WAITING = "✓ found", "✗ missed", "stopped", "…"
 
 @dataclass(eq=False)
 class Comparisons:
-    """At most one at a time; ``running`` is None between them."""
+    """Starts and follows comparisons, one at a time; ``running`` is None between them."""
 
     state: ChatState
     client: EngineClient
@@ -38,13 +38,10 @@ class Comparisons:
     running: RunningComparison | None = None
 
     def begin(self, variants: Sequence[messages.Variant]) -> None:
-        """Compare modes on the question chosen in the transcript, else on the last one.
-
-        No variant: full and the current mode; one: full and that one.
-        """
+        """Compare modes on the question chosen in the transcript, else on the last one; ``completed`` adds variants."""
         self.state.refuse_served()
         self.branches.require_ready()
-        question = self.branches.chosen("user")
+        question = self.branches.chosen_question()
         chosen = completed(variants, self.state.mode)
         conversation, sampling = self.state.conversation, seeded(self.state.sampling)
         system = (messages.Turn("system", conversation.system),) if conversation.system else ()
@@ -63,7 +60,7 @@ class Comparisons:
         self._start(RunningComparison("", self.state.model_name, variants, sampling, stage, fact=""))
 
     def ask_for(self, hidden: messages.NeedleHidden) -> bool:
-        """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
+        """Ask the modes for the hidden fact; False if the comparison was stopped meanwhile."""
         running = self.running
         if running is None or running.is_stopping:
             self.abandon("Stopped before any mode was asked.")
@@ -74,7 +71,7 @@ class Comparisons:
         return True
 
     def note(self, progress: messages.Prefilled | messages.Comparing) -> None:
-        """Show how far the comparison is."""
+        """Show the comparison's progress."""
         if self.running is not None:
             if isinstance(progress, messages.Prefilled):
                 self.running.read(progress.done, progress.total)
@@ -95,7 +92,7 @@ class Comparisons:
             self.view.show_comparison(running)
 
     def stop(self) -> None:
-        """End it early; what the variants have answered until then is the result."""
+        """End it early; the result is what the variants have answered so far."""
         if self.running is not None:
             self.client.send(messages.Stop())
             self.running.stage, self.running.is_stopping = "stopping …", True
@@ -109,7 +106,7 @@ class Comparisons:
 
 
 def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
-    """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters."""
+    """Parse ``["streaming", "budget=256", "sync"]``: each mode, followed by its parameters."""
     groups: list[list[str]] = []
     for word in words:
         if "=" not in word:
@@ -129,13 +126,11 @@ def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
 
 
 def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages.Variant, ...]:
-    """At least two variants to compare, where ``mode`` is the current one."""
-    chosen, current = (
-        tuple(variants),
-        messages.Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode),
-    )
+    """The variants, completed to two by full mode and, if there is none or only full, the current ``mode``."""
+    chosen = tuple(variants)
     if len(chosen) < 2:
         first = messages.Variant(modes.REFERENCE)
+        current = messages.Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode)
         chosen = (first, *([one for one in chosen if one != first] or [current]))
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
@@ -145,7 +140,7 @@ def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages
 
 
 def seeded(sampling: messages.Sampling) -> messages.Sampling:
-    """The sampling with a seed, drawn where none is given: all variants have the same random numbers."""
+    """The sampling with a seed, drawn if it has none, so that all variants have the same random numbers."""
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbelow(SEEDS))
 
 
@@ -167,7 +162,7 @@ def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
 
 
 def verdict(shown: RunningComparison) -> str:
-    """Who found it with the least read, and who did not; where full mode misses, what that means."""
+    """Which mode found it reading least and which missed it; if full mode did, what that means."""
     if shown.result is None:
         return shown.error
     runs = [run for run in shown.result.runs if not run.refusal and _outcome(run, shown.fact) != STOPPED]
@@ -188,12 +183,12 @@ def verdict(shown: RunningComparison) -> str:
 
 
 def is_found(run: Run, fact: str | None) -> bool:
-    """True if the answer has the fact in it, in whatever case."""
+    """True if the answer contains the fact, in upper or lower case."""
     return bool(fact) and (fact or "").lower() in run.text.lower()
 
 
 def _outcome(run: Run, fact: str | None) -> str:
-    missed = STOPPED if run.reason == "stopped" else MISSED  # it may have been about to say it
+    missed = STOPPED if run.reason == "stopped" else MISSED  # it might still have found it
     return FOUND if is_found(run, fact) else missed
 
 

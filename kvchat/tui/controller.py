@@ -154,7 +154,7 @@ class ChatController:
     def has_to_wait(self, needs_model: bool, keeps_turn: bool) -> bool:
         """True if a command has to wait: for a model that is being loaded, or for its turn behind questions."""
         is_loading = self.state.phase is Phase.LOADING
-        return (needs_model and is_loading) or (keeps_turn and self.answers.queue.goes_on)
+        return (needs_model and is_loading) or (keeps_turn and self.answers.queue.is_active)
 
     async def defer(self, line: str, run: Callable[[], Awaitable[None]]) -> None:
         """Queue a command; ``run`` does it when its turn comes, and tells by itself what is refused."""

@@ -19,7 +19,7 @@ from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.models import Models
 from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
-from kvchat.tui.view import ChatView, Remedy, remedies, way_on
+from kvchat.tui.view import ChatView, Remedy, context_full_remedy, remedies
 from kvchat.units import count, figure, percent, seconds
 
 CONTEXT_LEVELS = (1, 0.95, 0.8)  # shares of the context, the highest first
@@ -179,7 +179,7 @@ class EngineEvents:
         level = next((level for level in CONTEXT_LEVELS if ends and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before:
-            way = way_on(self.state)
+            way = context_full_remedy(self.state)
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
                 f" {way.lines[0]} lets you {way.doc}.",
@@ -199,7 +199,7 @@ class EngineEvents:
         self.state.note_mode()
         self.view.show_state(self.state)
         self.view.log_event(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
-        if not self.mode_of_conversation.told():
+        if not self.mode_of_conversation.report_switch():
             await self.answers.add_switch(switched, speed)
         if is_news:
             self.view.add_note(switched.auto)
@@ -214,7 +214,7 @@ class EngineEvents:
         elif was_busy and failed.kind == errors.OutOfMemoryError.__name__:
             offered = remedies(self.state, is_cut_off)
         elif was_busy and failed.kind == errors.ContextFullError.__name__:
-            offered = (way_on(self.state),)
+            offered = (context_full_remedy(self.state),)
         is_kept = self.models.give_up(failed.fatal)
         self._show_error(errors.EngineError(failed.title, failed.detail, failed.hint), offered)
         if failed.kind == errors.TooMuchPinnedError.__name__:

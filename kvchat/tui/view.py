@@ -160,7 +160,7 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
     return (*found, Remedy("unload the model to free its memory", ("/unload",)))
 
 
-def way_on(state: ChatState) -> Remedy:
+def context_full_remedy(state: ChatState) -> Remedy:
     """What helps at the end of the context: the mode that has none, unless it is refused."""
     prices = state.snapshot.prices if state.snapshot else ()
     if state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):

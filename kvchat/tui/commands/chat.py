@@ -292,7 +292,7 @@ async def pin(chat: ChatController, argument: str) -> None:
         chat.view.toast(f"Unpinned {count(len(pinned), 'message')}." if pinned else "No message is pinned.")
     else:
         chosen = chat.state.conversation.messages.get(chat.view.chosen or "")
-        message = _question(chat, argument) if argument else chosen or chat.branches.chosen("user")
+        message = _question(chat, argument) if argument else chosen or chat.branches.chosen_question()
         if message.pinned:
             chat.pins.unpin(message)
             chat.view.toast("Unpinned.")

@@ -193,7 +193,7 @@ class PlainChat:
             await self._until(lambda: self.view.switches > done or state.phase is Phase.DOWN)
 
     def _is_idle(self) -> bool:
-        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and not self.chat.answers.queue.goes_on
+        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and not self.chat.answers.queue.is_active
 
     def _is_through(self) -> bool:
         is_going_back = self.chat.mode_of_conversation.is_due and self.chat.state.phase is not Phase.DOWN
