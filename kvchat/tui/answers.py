@@ -39,9 +39,7 @@ class Answers:
         self._question: QuestionView | None = None
         self._switch: SwitchLine | None = None
         self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, each after so many characters
-        self._between: tuple[str, SwitchLine] | None = (
-            None  # the last switch between answers, and the id of the answer before it
-        )
+        self._between: tuple[str, SwitchLine] | None = None  # the last switch between answers; the answer before it
 
     async def begin(self, continued: Message = NO_TEXT) -> None:
         """Request an answer to the last question, or more of the last answer, which is ``continued``."""

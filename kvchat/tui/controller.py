@@ -368,7 +368,7 @@ class ChatController:
             own = asked.asked_params.get(conversation.mode, {})
             others = {one: asked.asked_params[one] for one in entered if one in asked.asked_params}
             conversation.params = modes.together(conversation.mode, conversation.params, own, others)
-        await self._exchange(conversation, goes_on=id == current.id)
+        await self._exchange(conversation, continues=id == current.id)
         last = next((one.model for one in reversed(conversation.path) if one.model), "")
         now = self.models.in_use.model
         if last and not is_server(now) and last.partition(",")[0] != short_name(now):
@@ -379,7 +379,7 @@ class ChatController:
         end = self.view.chosen or (self.state.conversation.leaf.id if self.state.conversation.leaf else None)
         if end is None:
             raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
-        await self.take(self.state.conversation.fork(end), goes_on=True)
+        await self.take(self.state.conversation.fork(end), continues=True)
         self.view.toast("This is a copy; the original conversation is unchanged.")
 
     async def open_last(self) -> None:
@@ -415,10 +415,10 @@ class ChatController:
         else:
             await self.archive.rename(id, title)
 
-    async def take(self, conversation: Conversation, goes_on: bool = False) -> None:
+    async def take(self, conversation: Conversation, continues: bool = False) -> None:
         """Go on with a conversation that is not on disk yet."""
         conversation.is_kept = self._config.keeps_new
-        await self._exchange(conversation, goes_on)
+        await self._exchange(conversation, continues)
         await self._save()
 
     def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
@@ -439,12 +439,12 @@ class ChatController:
         self.replay.begin()
         self.models.load_in_use()
 
-    async def _exchange(self, conversation: Conversation, goes_on: bool = False) -> None:
+    async def _exchange(self, conversation: Conversation, continues: bool = False) -> None:
         """Stop the answer, save the conversation and show another."""
         self.stop()
         self.answers.detach()
         await self._save()
-        self.state.exchange(conversation, goes_on)
+        self.state.exchange(conversation, continues)
         self.view.show_state(self.state)
         await self.view.show_messages(self.state.footed(), below=None)
         self.view.show_snapshot(self.state.snapshot)

@@ -1,4 +1,4 @@
-"""The keys in force: those of the table of actions, or the user's in their place; as people read them."""
+"""The keys in force, those of the table of actions unless the user changed them, and how they are written."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ KNOWN = {key.value for key in Keys}
 
 
 def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
-    """The keys in force, where ``rebound`` holds the changed ones by id."""
+    """The keys of an action; ``rebound`` holds the changed ones by the id of their action."""
     return [key.strip() for key in rebound.get(action.id, action.keys).lower().split(",") if key.strip()]
 
 
 def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
-    """The keys in force as people read them: ``PgUp``, ``↑ / ↓``."""
+    """The keys of an action for people: ``PgUp``, ``↑ / ↓``."""
     return " / ".join(map(describe_key, keys_of(action, rebound)))
 
 
 def check_keys(rebound: Mapping[str, str]) -> None:
-    """Check changed keys before they are used."""
+    """Check changed keys.
+
+    Raises:
+        UsageError: an action is unknown or its keys are built in; a key is invalid, types text or has two actions.
+    """
     bindable = {action.id: action for action in ACTIONS if action.is_bindable}
     for id in rebound:
         if id in BY_ID and id not in bindable:
@@ -52,7 +56,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
     for action in bindable.values():
         for key in dict.fromkeys(keys_of(action, rebound)):
             others = owners.setdefault(key, [])
-            # Only one widget has the focus and only one screen is on top: a key of others reaches one alone.
+            # Scopes that are not inside each other never have the focus together: their keys cannot clash.
             together = (
                 one for one in others if one.scope in scopes_at(action.scope) or action.scope in scopes_at(one.scope)
             )
@@ -64,7 +68,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 
 
 def describe_key(key: str) -> str:
-    """Name a key for people: ``shift+f6`` -> ``Shift+F6``; a letter alone as it is, its capital is another key."""
+    """Name a key for people: ``shift+f6`` -> ``Shift+F6``; a letter stays as it is, for its capital is another key."""
     *modifiers, last = key.split("+")
     name = NAMES.get(last, key if len(key) == 1 else last.capitalize())
     return "+".join([*(modifier.capitalize() for modifier in modifiers), name])
@@ -76,6 +80,6 @@ def hint_key(key: str) -> str:
 
 
 def is_key(key: str) -> bool:
-    """True if Textual knows the key; modifiers come first, joined by ``+``."""
+    """True if Textual knows the key, as in ``ctrl+shift+f6``."""
     *modifiers, last = key.split("+")
     return all(modifier in MODIFIERS for modifier in modifiers) and (last in KNOWN or len(last) == 1)

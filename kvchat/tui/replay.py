@@ -1,4 +1,4 @@
-"""What the engine is asked for beside answers: a recording at its pace; details, which cost nothing while unseen."""
+"""The pace of a recording, and details, which the engine computes only while they are shown."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SLOWEST = 1 / 8
 
 @dataclass(eq=False)
 class Replay:
-    """The pace of the recording ``name``, empty where a real engine runs.
+    """The pace of the recording ``name``, which is empty for a real engine.
 
-    ``is_real_time`` says whether speeds measured on the screen are true: not once the pace was changed. ``is_over``:
-    it was played to its end.
+    ``is_real_time`` is False once the pace was changed, after which speeds measured on the screen are wrong.
+    ``is_over`` says that it was played to its end.
     """
 
     name: str
@@ -29,26 +29,26 @@ class Replay:
     is_real_time: bool = True
 
     def pause(self) -> None:
-        """Pause, or go on."""
+        """Pause or resume."""
         self._set(self.speed, not self.is_paused)
 
     def refuse_question(self) -> None:
-        """Nothing can be asked of a recording."""
+        """Refuse a question to a recording."""
         if self.name:
             raise UsageError("This is a recording: there is no model to answer.", hint="`kvchat` alone starts a chat.")
 
     def change(self, factor: float) -> None:
-        """Play faster or slower, and go on if it is paused."""
+        """Multiply the speed, and resume if paused."""
         self._set(min(max(self.speed * factor, SLOWEST), MAX_PACE), is_paused=False)
 
     def set_speed(self, speed: float) -> None:
-        """Play ``speed`` times as fast as it was recorded."""
+        """Play ``speed`` times as fast as recorded, and resume if paused."""
         if not SLOWEST <= speed <= MAX_PACE:
             raise UsageError(f"The speed {speed:g} is not valid.", hint=f"Use {SLOWEST:g} to {MAX_PACE:g}.")
         self._set(speed, is_paused=False)
 
     def begin(self) -> None:
-        """The engine begins to play, at its own pace: let it be this one."""
+        """Set the pace of an engine that has just started to play."""
         self.is_real_time, self.is_over = self._pace == 1, False
         if self.name and not self.is_real_time:
             self.client.send(Pace(self._pace))
@@ -67,26 +67,26 @@ class Replay:
 
 
 class DetailsWatch:
-    """Knows by name who shows details; where ``is_recorded`` they come always, so that a replay can show them."""
+    """Requests details while anything shows them, or always if ``is_recorded``, so that a replay can show them."""
 
     def __init__(self, client: EngineClient, is_recorded: bool = False) -> None:
         self._client = client
         self._watching = {"recording"} if is_recorded else set[str]()
 
     def begin(self, who: str) -> None:
-        """``who`` shows details from now on, and wants them at once."""
+        """Request details for ``who``; the first come at once."""
         if who not in self._watching:
             self._watching.add(who)
             self._client.send(Watch(True))
 
     def end(self, who: str) -> None:
-        """``who`` shows them no longer."""
+        """End the request of ``who``."""
         if who in self._watching:
             self._watching.remove(who)
             if not self._watching:
                 self._client.send(Watch(False))
 
     def renew(self) -> None:
-        """Ask an engine that has just loaded a model: it may be a new process."""
+        """Request them again after a model was loaded, perhaps by a new process."""
         if self._watching:
             self._client.send(Watch(True))

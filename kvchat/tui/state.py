@@ -1,4 +1,4 @@
-"""The state of the chat: plain data, changed by the user's actions and the engine's events, and what it begins with."""
+"""The state of the chat, plain data that user actions and engine events change, and the options it begins with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RECEIPT = {
     "waited": "the part of that time the model waited: the median and the 95th percentile",
     "recovered": "how often the text looked like going wrong and tokens that were not read were brought back",
 }
-"""What the words of a receipt mean, but for those that the status bar has too."""
+"""What the words of a receipt mean, except those that the status bar shows too."""
 SUMS = {
     "answers": "how many, including other branches; the rows below are sums or means over them",
     "generated": "tokens the model generated",
@@ -64,11 +64,11 @@ SUMS = {
 """What the rows of ``/stats`` mean."""
 Ranges = dict[str, tuple[int, int]]
 LETTER_OF_PINNED = "P"  # the ribbon's letter
-UNFINISHED = ""  # in place of the id of an answer that is being made
+UNFINISHED = ""  # in place of the id of the answer in progress
 EVERY_S = 1.0
 POINTS = 240
 SETTLED_TOKENS = 64
-TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
+TIMED_S = 0.2  # text that was held up arrives all at once: a shorter time gives no speed
 
 
 class Phase(Enum):
@@ -83,13 +83,13 @@ class Phase(Enum):
 
     @property
     def busy(self) -> bool:
-        """True if an answer or a comparison is under way."""
+        """True if an answer or a comparison is in progress."""
         return self in (Phase.PREFILL, Phase.ANSWERING, Phase.COMPARING)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory in use and all there is, in bytes, use in percent, watts, and bytes per second over the PCIe link."""
+    """A GPU's used and total memory in bytes, utilization in percent, power in watts and PCIe traffic in bytes/s."""
 
     used: int | None = None
     total: int | None = None
@@ -99,7 +99,7 @@ class Moment:
 
 
 class GpuHistory:
-    """At most one moment a second, the oldest first; ``clock`` in seconds."""
+    """At most one ``Moment`` a second, the oldest first; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.moments: deque[Moment] = deque(maxlen=POINTS)
@@ -120,15 +120,18 @@ class GpuHistory:
 
 @dataclass
 class ChatState:
-    """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
-    ``download`` tells how far a download is, empty without one. ``auto`` says why kvchat chose this mode, where it did.
+    """The state of the chat.
 
-    ``given`` holds the values given at run time by the mode they were given for, as the engine last said, ``pending``
-    those it has not answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a
-    mode by its name. ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, empty
-    and None while they are not known. ``edited`` is the id of the message that the next text sent takes the place of.
-    ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before. ``settings`` are those
-    of the modes.
+    Attributes:
+        mode: in force, as are ``params``; ``wanted`` is the mode last asked for.
+        auto: why kvchat chose this mode; empty if the user did.
+        settings: parameters of each mode from the settings.
+        given: parameters changed at run time for each mode, as the engine last reported; it has not confirmed the
+            ``pending`` ones yet. ``later`` are kept for the next mode that has them, ``awaiting`` for the named mode.
+        first_mode: the mode in which the answer began, and ``prompt_tokens`` the length of its prompt, once known.
+        stage: the current step of loading; ``download`` that of a download.
+        edited: the id of the message that the next text sent replaces.
+        is_stored: True if the engine's K/V are those of this conversation, not of the previous one.
     """
 
     conversation: Conversation
@@ -156,23 +159,23 @@ class ChatState:
 
     @property
     def asked(self) -> str:
-        """What was asked for: the mode, or auto."""
+        """The mode, or auto if kvchat chose it."""
         return AUTO if self.auto else self.mode
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The fields of the mode in force by name, and auto's; none of a mode that only the engine knows."""
+        """The fields of the mode in force and of auto, by name; empty for a mode that only the engine knows."""
         current = registered()[self.mode].model_fields if self.mode in registered() else {}
         return {**current, **AutoParameters.model_fields} if self.asked == AUTO else current
 
     @property
     def model_name(self) -> str:
-        """The name of the model in use and what its weights are, "" before one is loaded: ``Qwen3-4B, int4``."""
+        """The model in use and the format of its weights, as ``Qwen3-4B, int4``; empty before one is loaded."""
         return described(self.info) if self.info else ""
 
     @property
     def is_served(self) -> bool:
-        """True if a server has the model in use: it decides how K/V are kept and read."""
+        """True if the model in use runs on a server, which decides how K/V are kept and read."""
         return self.info is not None and bool(self.info.server)
 
     def refuse_served(self) -> None:
@@ -181,13 +184,13 @@ class ChatState:
             raise UsageError(f"{self.info.server} decides how K/V are kept and read.", self.info.offers, INSTEAD)
 
     def note_mode(self) -> None:
-        """Note in the conversation which mode it is in, and what was asked for in it; a server's is none."""
+        """Note the mode and its changed parameters in the conversation, unless a server has the model."""
         if not self.is_served:
             self.conversation.mode = self.asked
             self.conversation.params = to_keep(self.asked, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
-        """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
+        """A function from a message's id to its mark, which shows how much of it is read; None if nothing is stored."""
         ranges, messages = self._ranges(snapshot.total), self.conversation.messages
 
         def mark_of(id: str) -> Mark | None:
@@ -197,7 +200,7 @@ class ChatState:
         return mark_of
 
     def message_at(self, position: int) -> str | None:
-        """The id of the message in which a stored token lies; None where it is not known."""
+        """The id of the message that a stored token belongs to; None if unknown."""
         ranges = self._ranges(self.snapshot.total) if self.snapshot else {}
         return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
 
@@ -207,12 +210,12 @@ class ChatState:
 
     @property
     def edits_answer(self) -> bool:
-        """True if the next text sent takes the place of an answer."""
+        """True if the next text sent replaces an answer."""
         return self.edited is not None and self.conversation.messages[self.edited].role == "assistant"
 
     @property
     def file_limit(self) -> int:
-        """The most bytes that files in a question may have: more than the context would hold is not read."""
+        """The most bytes of the files in a question; the context would not hold more."""
         known = self.info.context if self.info else 0
         return known * attachments.BYTES_PER_TOKEN if known else attachments.MAX_BYTES
 
@@ -220,25 +223,25 @@ class ChatState:
         self.phase, self.stage = phase, stage
 
     def enter_mode(self, mode: str, params: Params, auto: str = "") -> None:
-        """Set the mode and parameters in force; the next F6 counts from them."""
+        """Set the mode and parameters in force, from which the next F6 switches."""
         self.mode, self.params, self.auto = mode, params, auto
         self.wanted = self.asked
 
-    def exchange(self, conversation: Conversation, goes_on: bool) -> None:
-        """Go over to another conversation; what is stored is of it only if it ``goes_on`` with the one before it."""
+    def exchange(self, conversation: Conversation, continues: bool) -> None:
+        """Change the conversation; what is stored belongs to it only if it ``continues`` the previous one."""
         self.conversation, self.edited = conversation, None
-        if goes_on:
+        if continues:
             return
         self.is_stored, self.details = False, None
         if self.snapshot is not None:
             self.snapshot = without_conversation(self.snapshot)
 
     def forget_engine(self) -> None:
-        """The engine or its model is gone, with all that was stored."""
+        """Forget what an engine stored that is gone, or whose model is."""
         self.is_stored, self.snapshot, self.details = False, None, None
 
     def footer(self, message: Message) -> str:
-        """The line under a message: the receipt of an answer, and its place among its siblings."""
+        """The line under a message: an answer's receipt, its number among its siblings, whether it is pinned."""
         siblings = self.conversation.siblings(message.id)
         place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
         cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
@@ -250,7 +253,7 @@ class ChatState:
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for a later mode that has them.
 
-        Those of auto hold by their names those of the modes that it enters; a value that several have is for each.
+        Auto's contain those of each mode that it enters, under its name; a value that several modes have goes to each.
         """
         known = choosable()[mode].model_fields.keys() - choosable()[mode].own.keys()
         taken = {name: self.later.pop(name) for name in known & self.later.keys()}
@@ -296,12 +299,12 @@ class ChatState:
 
 
 def no_engine() -> UsageError:
-    """The refusal of what only a running engine can do."""
+    """The error of a command that needs a running engine."""
     return UsageError("The engine is down.", hint="/restart or the next question starts it again.")
 
 
 def described(info: Loaded) -> str:
-    """A model's name and what its weights are, where that is known."""
+    """A model's name and the format of its weights, if known."""
     return ", ".join(filter(None, (short_name(info.model), info.weights or info.dtype)))
 
 
@@ -311,7 +314,7 @@ def percentiles(p50: float | None, p95: float | None) -> str:
 
 
 def without_conversation(snapshot: Snapshot) -> Snapshot:
-    """The part of a snapshot that holds for any conversation: the figures of the machine, the model and the mode."""
+    """The snapshot without the figures of a conversation: those of the machine, the model and the mode remain."""
     return replace(
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
         ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
@@ -344,7 +347,7 @@ def describe_price(price: Price) -> str:
 
 
 def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
-    """A live switch in a line, with the speeds in tokens/s before and after it where they are known."""
+    """A live switch in a line, with the speeds in tokens/s before and after it if known."""
     name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
     parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
     if switched.total:
@@ -360,7 +363,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
 
 
 def summarize(stats: Iterable[Stats]) -> str:
-    """Sum up the answers as an aligned table of the numbers that there are."""
+    """An aligned table of the known sums and means over the answers."""
     answers = list(stats)
     if not answers:
         return "There are no answers yet: ask something first."
@@ -381,31 +384,31 @@ def summarize(stats: Iterable[Stats]) -> str:
 
 
 def _speed(answers: Iterable[Stats]) -> float | None:
-    """Tokens per second over all answers: a long one counts more than a short one."""
+    """Tokens per second over all answers, weighted by their lengths."""
     timed = [(s.generated_tokens, s.generated_tokens / s.decode_tokens_per_s) for s in answers if s.decode_tokens_per_s]
     tokens, taken = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0)
     return tokens / taken if taken else None
 
 
 def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
-    """The mean of values with weights."""
+    """The mean of the known values, each with its weight."""
     known = [(value, weight) for value, weight in values if value is not None]
     weights = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / weights if weights else None
 
 
 class Mark(NamedTuple):
-    """Most of a message is in the state ``letter`` of the ribbon; the mean ``share`` of it, 0 to 1, is read."""
+    """A message's most common ``letter`` of the ribbon, and the mean ``share`` of it that is read, 0 to 1."""
 
     letter: str
     share: float
 
 
 def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: int) -> Ranges:
-    """The stored tokens of each message by its id, each with what its template writes before it.
+    """The positions of each message's stored tokens, by its id; the template's tokens before a message belong to it.
 
-    Known from the counts of the answers. ``prompt_tokens`` precede the answer in progress, None without one; ``total``
-    are stored. A message without counts, as an answer cut off by a crash, has no range.
+    They follow from the counts of the answers: a message without counts, as an answer cut off by a crash, has none.
+    ``prompt_tokens`` precede the answer in progress, None without one; ``total`` tokens are stored.
     """
     ranges: Ranges = {}
     question, end = "", 0
@@ -422,7 +425,7 @@ def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: in
 
 
 def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:
-    """The mark of a message with the stored tokens ``start`` to ``end``; None where none is stored."""
+    """The mark of a message whose tokens are ``start`` to ``end``; None if none of them is stored."""
     cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
     letters, digits = s.ribbon[cells], s.attended[cells]
     if start >= end or not letters or len(digits) != len(letters):
@@ -434,10 +437,13 @@ def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None
 
 @dataclass
 class RunningComparison:
-    """``progress`` has what each variant has answered so far, ``result`` comes at the end.
+    """A comparison in progress or finished.
 
-    ``stage`` says what is being done, ``error`` why there is no result. ``fact`` is what the answers are searched for,
-    empty until the engine has hidden it, None where nothing is hidden.
+    Attributes:
+        stage: what the engine is doing.
+        progress: the answers so far, by the index of their variant.
+        result: set at the end, unless an ``error`` says why not.
+        fact: what the answers are searched for; empty until the engine has hidden it, None if nothing is hidden.
     """
 
     question: str
@@ -453,7 +459,7 @@ class RunningComparison:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more will come."""
+        """True if it has a result or failed."""
         return self.result is not None or bool(self.error)
 
     def read(self, done: int, total: int) -> None:
@@ -475,9 +481,9 @@ class RunningComparison:
 
 
 class SwitchLine:
-    """``full -> speculative · 14,203 tok · 41 -> 58 tok/s``; the second figure comes later.
+    """The line of a switch, as ``full -> speculative · at 14,203 tok · 41 -> 58 tok/s``.
 
-    ``speed`` before the switch and that after it are of tokens of one mode each, in tokens/s.
+    ``speed`` is measured before the switch, in tokens/s; the speed after it is added once it is measured.
     """
 
     def __init__(self, switched: Switched, speed: float | None) -> None:
@@ -498,7 +504,7 @@ class SwitchLine:
         return self._begun is None
 
     def count(self, tokens: int, now: float) -> None:
-        """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
+        """Count tokens after the switch, at ``now`` seconds; the speed is final after ``SETTLED_TOKENS``."""
         if self.settled:
             return
         if self._begun is None:
@@ -509,7 +515,7 @@ class SwitchLine:
             self.close(now)
 
     def close(self, now: float) -> None:
-        """Show the speed of the tokens so far, if they are enough to tell one; those of another answer tell none."""
+        """Show the speed of the tokens so far, unless they took less than ``TIMED_S``, and count no more."""
         if self.settled or self._begun is None:
             return
         self.settled = True
@@ -518,7 +524,7 @@ class SwitchLine:
             self.show_line()
 
     def show_line(self) -> None:
-        """Show the line as it is now."""
+        """Redraw the line."""
         raise NotImplementedError
 
     def remove(self) -> Awaitable[None]:
@@ -530,16 +536,19 @@ class SwitchLine:
 class AppConfig:
     """Options of the application; paths are absolute and need not exist yet.
 
-    ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
-    ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
-    latest one. ``prompt`` is sent first, as if it were typed, with ``piped`` before it. ``model_folders`` are looked
-    into for models, ``servers`` asked for theirs. ``engine_command`` and ``download_command`` None start the real ones.
-    ``profile`` names the profiles in force.
-    New conversations are kept on disk where it ``keeps_new``. ``asked_mode`` and ``asked_params``, by mode, were asked
-    for on the command line: they go before what the conversation gone on with was in.
-    ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
-    ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
-    ``config_file`` is where changed ones are saved; None saves none.
+    Attributes:
+        theme_dirs: the user's, in addition to the bundled themes.
+        keys: replaces keys by the id of their action.
+        history_file: None keeps the prompt history in memory, ``database`` None the conversations.
+        resume: opens the latest conversation; ``keeps_new`` saves new ones.
+        asked_mode: from the command line, as ``asked_params`` by mode: they override those of a resumed conversation.
+        prompt: sent first, as if typed, with ``piped`` before it.
+        model_folders: searched for models; ``servers`` are asked for theirs.
+        engine_command: None starts the real one, as does ``download_command``.
+        profile: names the profiles in force.
+        recorder: records what the engine reports; ``replay`` names the recording that the engine plays.
+        problems: settings that could not be used, shown once.
+        resolved: all settings with their sources; ``config_file`` is where changes are saved, None for nowhere.
     """
 
     log_file: Path

@@ -1,4 +1,4 @@
-"""Themes: one TOML file each, a Textual theme's fields with the ribbon's colors under ``[variables]``."""
+"""Themes: TOML files with the fields of a Textual theme; the ribbon's colors are under ``[variables]``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 HINTS = {"text-disabled": "auto 52%"}  # Textual's 38 % leaves less than 3:1 on light backgrounds
-# What a theme that leaves them out gets: readable on dark and light.
+# For themes without them: readable on dark and light.
 RIBBON_DEFAULTS = {
     "ribbon-sink": "#c792ea",
     "ribbon-window": "#5ab0f6",
@@ -39,14 +39,14 @@ _COLORS = {
 
 
 def suited() -> str:
-    """The theme where the settings choose none: terminals of 16 colors and who wants none (NO_COLOR) get their own."""
+    """The default theme: the terminal's own colors if it has only 16, or if NO_COLOR is set."""
     colors: Any = os.environ.get("TEXTUAL_COLOR_SYSTEM", "auto")  # as Textual asks
     terminal = Console(force_terminal=True, color_system=colors)
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
-    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read."""
+    """The bundled themes and those in ``directories`` by name (the later wins), and the errors of unreadable ones."""
     themes: dict[str, Theme] = {}
     problems: list[UsageError] = []
     for directory in (bundled_themes_dir(), *directories):
@@ -61,16 +61,16 @@ def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageE
 
 
 def load(path: Path) -> Theme:
-    """The theme in one file; its name is the file's where it gives none.
+    """The theme in one file, named like the file unless it has a name.
 
     Raises:
-        UsageError: the file cannot be read, is no TOML or has a wrong field or color; it names file and reason.
+        UsageError: the file cannot be read, is not TOML or has a wrong field or color; it names file and reason.
     """
     try:
         fields = {"name": path.stem, **tomli.loads(unmarked(files.read(path).decode()))}
         _check(fields)
         theme = Theme(**fields)
-        # Hints that can be read; a theme of the terminal's colors with what Textual's style sheets need of it.
+        # Readable hints; for a theme of the terminal's colors the variables that Textual's style sheets need.
         base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"].variables if theme.ansi else HINTS
         return dataclasses.replace(theme, variables={**base, **theme.variables})
     except (OSError, ValueError, TypeError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors

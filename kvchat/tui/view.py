@@ -1,4 +1,4 @@
-"""Protocols of the screen as the controller uses it, so that it runs without Textual; the remedies that it offers."""
+"""What the controller needs of a screen, as protocols, so that it runs without Textual; remedies for errors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class QuestionView(Protocol):
     text: str
 
     def send(self, message: Message, footer: str) -> None:
-        """Show that the question is no longer queued: it is ``message`` now."""
+        """Show the question as sent: it is ``message`` from now on."""
 
     def remove(self) -> Awaitable[None]:
         """Take the question out of the transcript."""
 
 
 class AnswerView(Protocol):
-    """An answer in the transcript; ``text`` is what has been fed so far, ``thought`` as of a message."""
+    """An answer in the transcript; ``text`` is what it shows so far, ``thought`` as ``Message.thought``."""
 
     text: str
     thought: str
@@ -43,7 +43,7 @@ class AnswerView(Protocol):
         """Show what the engine does before the first word."""
 
     def resume(self, message: Message) -> None:
-        """Begin with the text of an answer that is gone on with."""
+        """Begin with the text of an answer that is continued."""
 
     def feed(self, text: str) -> None:
         """Append text."""
@@ -67,10 +67,10 @@ class ChatView(Protocol):
 
     @property
     def lists_conversations(self) -> bool:
-        """True if ``show_conversations`` shows something now; else nothing is searched for."""
+        """True if ``show_conversations`` shows a list; otherwise the database is not searched."""
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
-        """Show messages with their footers in place of all below the message ``below``; None: of all there is."""
+        """Replace everything below the message ``below`` by messages with their footers; None replaces all."""
 
     def show_footer(self, message: Message, footer: str) -> None:
         """Show another footer under a message of the transcript."""
@@ -88,13 +88,13 @@ class ChatView(Protocol):
         """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
 
     def add_way_back(self, switched: Switched) -> None:
-        """Tell, where lines stay, of a switch back to the mode before the last one, with no token between them."""
+        """Report a switch that undoes the last one, with no token between, if that one's line cannot be removed."""
 
     def add_note(self, text: str, struck: str = "") -> None:
         """Add a quiet note, followed by ``struck`` with a line through it."""
 
     def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
-        """Add an error to the transcript, and what can be done."""
+        """Add an error to the transcript, and its remedies."""
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         """Show a notice for ``timeout`` seconds."""
@@ -109,25 +109,25 @@ class ChatView(Protocol):
         """Show how many questions wait, and whether the user has to release them."""
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
-        """Show a snapshot; None where there is no engine."""
+        """Show a snapshot; None without an engine."""
 
     def show_details(self, details: Details) -> None:
-        """Show what each layer and KV head reads; only what watches details gets them."""
+        """Show what each layer and KV head reads; called only while details are watched."""
 
     def show_page_text(self, start: int, text: str) -> None:
         """Show the stored text that begins at token ``start``."""
 
     def show_comparison(self, shown: RunningComparison) -> None:
-        """Show a comparison and how far it is."""
+        """Show a comparison and its progress."""
 
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
-        """Show which conversations are kept, the one written to last first; ``current`` is the id of this one."""
+        """List the saved conversations, the last one written to first; ``current`` is the id of this one."""
 
     async def show_models(self, find: Find) -> None:
-        """Show the models that there are, of which one can be chosen."""
+        """List the models, so that one can be chosen."""
 
     def restore_prompt(self, text: str) -> bool:
-        """Give a question back to the prompt, unless another has been begun there; whether it was."""
+        """Return a text to the prompt; False if another has been begun there."""
 
     def copy(self, text: str) -> None:
         """Copy a text to the clipboard."""
@@ -135,22 +135,22 @@ class ChatView(Protocol):
 
 @dataclass(frozen=True)
 class Remedy:
-    """``doc`` says what ``lines``, slash commands one after the other, do."""
+    """Slash commands, ``lines``, to run one after the other; ``doc`` says what they do."""
 
     doc: str
     lines: tuple[str, ...]
 
 
 def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
-    """Half the budget, the mode that holds least, no model.
+    """Remedies when memory has run out: halve the budget, use the mode that holds least, unload the model.
 
-    An answer that ``is_cut_off`` goes on after the first two; else its question lies in the prompt again.
+    The first two continue an answer that ``is_cut_off``; otherwise its question is back in the prompt.
     """
     after = ("/continue",) if is_cut_off else ()
     goes_on = " and go on" if is_cut_off else ", then ask again"
     found, budget = [], state.params.get("budget")
     if isinstance(budget, int):
-        with suppress(UsageError):  # one that the mode cannot halve
+        with suppress(UsageError):  # the mode needs more than half
             modes.parse(state.mode, {**state.params, "budget": budget // 2})
             found.append(Remedy(f"halve the budget{goes_on}", (f"/budget {budget // 2}", *after)))
     if state.mode != modes.HOLDS_LEAST:
@@ -161,7 +161,7 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
 
 
 def context_full_remedy(state: ChatState) -> Remedy:
-    """What helps at the end of the context: the mode that has none, unless it is refused."""
+    """The remedy for a full context: the mode without an end, or a new conversation if that mode is refused."""
     prices = state.snapshot.prices if state.snapshot else ()
     if state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):
         return Remedy("start another conversation", ("/new",))
@@ -169,7 +169,7 @@ def context_full_remedy(state: ChatState) -> Remedy:
 
 
 def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:
-    """Loading a model that does not fit, with what was given beside the ``settings``, unless that has been tried."""
+    """The remedy for a model that does not fit: load it anyway, with what differs from the ``settings``; once only."""
     if load.force:
         return ()
     given = (name for name in ("device", "dtype", "quantize") if getattr(load, name) != getattr(settings, name))
