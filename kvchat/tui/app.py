@@ -1,7 +1,4 @@
-"""The application: themes, the engine client and the one screen; its command palette, and its keys in their order.
-
-Keys act one after the other, each where those before it have led.
-"""
+"""The application: themes, the engine client, the chat screen, the command palette, and keys that act in order."""
 
 from __future__ import annotations
 
@@ -50,10 +47,10 @@ from kvchat.tui.state import AppConfig
 from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
 from kvchat.tui.widgets.base import run_worker, unskipped
 
-# They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
+# Signals that would end the process at once; a handler cannot leave a crash inside a library (SIGSEGV and the like).
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
-LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
+REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act only on them
+LONGEST_S = 5.0  # the next key waits at most so long for the end of what a key began
 # Objects between two collections of garbage, and collections between two of older objects. At Python's 700 an answer
 # has a full one every second, of up to 0.25 s: a fifth of the time that the interface computes. As seldom as at the
 # start (``process.postpone_full_collections``) they would hold up the screen for seconds.
@@ -61,10 +58,10 @@ GARBAGE = 5_000, 10, 10
 
 
 def run(config: AppConfig) -> int:
-    """Run the application until the user leaves; the exit code. No engine outlives it."""
+    """Run the application until the user leaves and return the exit code; no engine outlives it."""
     app = KvchatApp(config)
     try:
-        gc.freeze()  # all modules, in which no garbage is
+        gc.freeze()  # the modules are no garbage
         gc.set_threshold(*GARBAGE)
         app.run()
     finally:
@@ -73,9 +70,9 @@ def run(config: AppConfig) -> int:
 
 
 class CommandProvider(Provider):
-    """Commands that need an argument are typed into the prompt; the others run at once.
+    """The palette: types commands that take an argument into the prompt, runs the others.
 
-    Textual reads titles and descriptions as markup; those of themes and of other packages' modes are escaped.
+    Titles and descriptions are escaped, because Textual reads them as markup: themes and other packages name some.
     """
 
     async def discover(self) -> Hits:
@@ -101,7 +98,7 @@ def _one_line(title: Content, doc: str) -> Content:
 
 
 def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[SystemCommand]:
-    """All lines of the palette, with the keys in force."""
+    """The lines of the palette, with the ``keys`` that the user changed."""
 
     def run(line: str) -> None:
         run_worker(chat, partial(chat.run_command, line))
@@ -123,11 +120,11 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
 
 
 class KeysInTurn:
-    """Has ``pass_on`` give the application one key or paste after the other.
+    """Passes keys and pastes to the application by ``pass_on``, each once those before it have acted.
 
-    Textual lets a widget insert a letter at once, while a key that is bound goes through all its parents first. What a
-    slow line delivers together would act in another order: ``teh``, Backspace twice and ``he`` would be ``teh`` again,
-    and what follows Esc would go to the screen that is just closing.
+    Textual lets a widget insert a letter at once, while a bound key goes through all its parents first. Keys that a
+    slow line delivers together would act in another order: ``teh``, Backspace twice and ``he`` would become ``teh``
+    again, and keys after Esc would go to the screen that is just closing.
     """
 
     def __init__(self, app: App[None], pass_on: Callable[[Event], Awaitable[None]]) -> None:
@@ -136,7 +133,7 @@ class KeysInTurn:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, event: Event) -> None:
-        """Pass it on when all before it have acted."""
+        """Queue it."""
         self._waiting.append(event)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
@@ -147,23 +144,24 @@ class KeysInTurn:
                 await asyncio.wait_for(self._act(), LONGEST_S)
 
     async def _act(self) -> None:
-        """Pass on the next key and wait until the widgets on its way are done with it and what they sent each other."""
+        """Pass on the next keys and wait until all widgets on their way have handled them and each other's messages."""
         passed: list[tuple[Event, DOMNode]] = []
         await _done(self._app, partial(self._forward, passed))
         if not passed:
             self._waiting.clear()  # the application closes
         elif not _is_taken(*passed[-1]):
-            # Twice, also where it is stopped: Textual stops it as well where the application's turn begins.
+            # Twice, for the messages they sent each other. Also if the event is stopped: Textual does so when it hands
+            # it to the application.
             for node in passed[-1][1].ancestors_with_self * 2:
                 await _done(node)
             await _done(self._app.screen)  # it may have been opened just now
 
     async def _forward(self, passed: list[tuple[Event, DOMNode]]) -> None:
-        """Letters together, and the key behind them: a line takes them in turn, and is drawn once."""
+        """Pass on letters together with the key after them, so that a text field is drawn once."""
         while self._waiting and (not passed or _is_taken(*passed[-1])):
             event = self._waiting.popleft()
-            # Focus what the screen focuses when it opens, if nothing is. Textual does not while the terminal lies
-            # behind others, and takes the focus away at a click beyond the edge of one that has just become smaller.
+            # If nothing has the focus, give it to what the screen focuses when it opens. Textual does not while the
+            # terminal is in the background, and drops the focus at a click beyond the edge of one that just shrank.
             self._app.app_focus = True
             self._app.screen._update_auto_focus()
             passed.append((event, self._app.focused or self._app.screen))
@@ -171,12 +169,12 @@ class KeysInTurn:
 
 
 def _is_taken(event: Event, target: DOMNode) -> bool:
-    """True if it is a letter for a line: the next event acts after it."""
+    """True if it is a letter that a text field takes, in order with the next ones."""
     return isinstance(event, Key) and target.check_consume_key(event.key, event.character)
 
 
 async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Wait until ``pump`` has handled what it was sent so far, and ``work`` after it."""
+    """Wait until ``pump`` has handled all messages sent so far, and then ``work``."""
     done = asyncio.Event()
 
     async def finish() -> None:
@@ -186,7 +184,7 @@ async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = 
         finally:
             done.set()
 
-    if pump.call_later(finish):  # not while it closes
+    if pump.call_later(finish):  # False while it closes
         await done.wait()
 
 
@@ -197,7 +195,7 @@ class KvchatApp(App[None]):
     """
 
     TITLE = "kvchat"
-    # Textual fails at a list whose lines have no column left.
+    # Textual fails at a list whose lines have no column.
     CSS = """
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
     OptionList { min-width: 12; }
@@ -212,7 +210,7 @@ class KvchatApp(App[None]):
         self._no_color = NoColor()
         self._readable_dim = DimFilter(themes.DIM)
         self.config = config
-        self._handlers: dict[signal.Signals, Any] = {}  # of the signals that ``_leave_on_signals`` took
+        self._handlers: dict[signal.Signals, Any] = {}  # what ``_leave_on_signals`` replaced
         self.client = EngineClient(config.engine_command, config.log_file, config.recorder)
         self.themes, self._theme_problems = themes.load_all(config.theme_dirs)
         self.keys: dict[str, str] = {}
@@ -223,52 +221,52 @@ class KvchatApp(App[None]):
         self._is_loss_told = False
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
-        """Call back once, late where it must be: without it Textual would never again see a new size."""
+        """Call back once, late rather than never: if a callback were skipped Textual would see no new size any more."""
         return unskipped(super().set_timer(*arguments, **options))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """The ribbon's colors where a theme leaves them out."""
+        """The ribbon's colors, for themes without them."""
         return themes.RIBBON_DEFAULTS
 
     def get_driver_class(self) -> type[Driver]:
-        """The driver of this platform or of TEXTUAL_DRIVER, which survives bytes that are not UTF-8."""
+        """The driver of this platform or of TEXTUAL_DRIVER, made to survive bytes that are not UTF-8."""
         return decode_leniently(super().get_driver_class())
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, the one for control characters, and dim text that can be read with every theme."""
+        """Textual's filters, one for control characters, and one that keeps dim text readable."""
         filters = super().get_line_filters()
-        if self.current_theme.ansi:  # grays for NO_COLOR can be made of colors only, not of the terminal's own
+        if self.current_theme.ansi:  # the terminal's own colors cannot be turned into grays for NO_COLOR
             own = [self._no_color if isinstance(one, Monochrome) else one for one in filters]
             return (*own, self._visible_text)
         return (*filters, self._readable_dim, self._visible_text)
 
     def notify(self, message: str, *, title: str = "", markup: bool = False, **options: Any) -> None:
-        """Show a toast; control characters are marks, and markup is text unless asked for."""
+        """Show a toast, with control characters as marks, and by default with markup as plain text."""
         super().notify(visible(message), title=visible(title), markup=markup, **options)
 
     def _handle_exception(self, error: Exception) -> None:
-        """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""
+        """Ignore handlers that fail because the closing application has removed their widgets."""
         cause = error.error if isinstance(error, WorkerFailed) else error
         is_closing = self._exit or not self.is_running
         if not (is_closing and isinstance(cause, NoMatches | MountError)):
             super()._handle_exception(error)
 
     async def on_event(self, event: Event) -> None:
-        """As Textual does it, but keys in turn and no mouse on what was just removed."""
+        """Handle an event, but keys in order, and no mouse event for a widget that was just removed."""
         if isinstance(event, Key | Paste) and not event.is_forwarded:
             self._keys_in_turn.add(event)
         elif not (isinstance(event, MouseEvent) and self._hits_removed(event)):
             await super().on_event(event)
 
     def _hits_removed(self, event: MouseEvent) -> bool:
-        """True if a widget is there that stays on the screen only until the next layout: Textual fails at it."""
+        """True if the widget was removed and is on the screen until the next layout: Textual would fail at it."""
         try:
             return not self.get_widget_at(event.x, event.y)[0].is_attached
         except NoWidget:
             return False
 
     def on_load(self) -> None:
-        self._leave_on_signals()  # the next thing done is to take the terminal
+        self._leave_on_signals()  # before Textual takes over the terminal
 
     def on_mount(self) -> None:
         if self.config.recorder:
@@ -296,14 +294,14 @@ class KvchatApp(App[None]):
         if self.config.recorder:
             self.config.recorder.close()
         if self._driver:
-            self._driver.close()  # waits until what gives the terminal back is written
+            self._driver.close()  # waits until the codes that restore the terminal are written
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _leave_on_signals(self) -> None:
-        """Leave as by a key when a signal ends the application: the terminal is restored, the engine ended.
+        """Let signals end the application as a key does: restore the terminal, end the engine.
 
-        Without a terminal at once: Textual would wait for ever for it to take what is drawn, perhaps does already.
+        Without a terminal exit at once: Textual would wait forever for it to accept output, or does so already.
         """
         loop = asyncio.get_running_loop()
 
@@ -315,18 +313,18 @@ class KvchatApp(App[None]):
 
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # as SIGHUP is under nohup
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores SIGHUP
                     self._handlers[number] = signal.signal(number, leave)
 
     def rebind(self, keys: Mapping[str, str]) -> None:
-        """Change keys, given by the id of their action; those not named get their default again."""
+        """Change keys, given by the id of their action; all others get their defaults."""
         check_keys(keys)
         self.keys.clear()
         self.keys.update({id: key.lower() for id, key in keys.items()})
         self.set_keymap(self.keys)
 
     async def action_quit(self) -> None:
-        """Leave; where something that was said would be lost, the second time."""
+        """Leave; if unsaved text would be lost, only the second time."""
         problem = None if self._is_loss_told else self.controller.archive.problem
         if problem is None:
             self.exit()
@@ -337,10 +335,10 @@ class KvchatApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Show the palette, unless one is open already, perhaps below another screen."""
-        open_once(self, Palette())  # Textual's own has an id, which one that is just closing has too
+        open_once(self, Palette())  # Textual's own has a fixed id, which would clash with a closing one
 
     def action_help(self) -> None:
-        """Show or close the help; below another screen it stays."""
+        """Show or close the help, unless another screen covers it."""
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()
         else:
@@ -349,14 +347,14 @@ class KvchatApp(App[None]):
             open_once(self, HelpScreen(self.keys, on_gpu))
 
     def action_settings(self) -> None:
-        """Show or close the settings; below another screen they stay."""
+        """Show or close the settings, unless another screen covers them."""
         if isinstance(self.screen, SettingsScreen):
             self.screen.dismiss()
         else:
             open_once(self, SettingsScreen(self.settings))
 
     def action_theme(self, name: str) -> None:
-        """Change the theme; an empty name lists all."""
+        """Change the theme; without a name list all."""
         if name:
             self.use_theme(resolve(name, self.themes, "theme"))
         else:

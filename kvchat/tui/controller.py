@@ -1,4 +1,4 @@
-"""The chat without its screen: what the user asks for goes to the engine, what the engine reports goes to the view."""
+"""The chat without its screen: sends the user's requests to the engine and the engine's events to the view."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import AppConfig, ChatState, Phase, no_engine
 from kvchat.tui.view import ChatView
 
-CHECKPOINT_S = 0.5  # at most twice that is lost of an answer, however the application ends
+CHECKPOINT_S = 0.5  # however the application ends, an answer loses at most twice as much
 PEEK_TOKENS = 128  # more than a line holds
 
 
 class ChatController:
-    """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes.
+    """Owns the state, the engine's client and the archive; ``view`` shows the changes.
 
-    What cannot be done is refused by a ``UsageError``, here and in what it owns; whoever asked for it shows that.
+    Its methods, and those of the objects it owns, raise ``UsageError`` to refuse; the caller shows it.
     """
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
         self.client = client
         self.view = view
         self._config, self._system = config, config.system
-        self.state = ChatState(self._begun(), config.sampling, config.load.mode, settings=config.load.mode_params)
+        self.state = ChatState(
+            self._new_conversation(), config.sampling, config.load.mode, settings=config.load.mode_params
+        )
         self.archive = Archive(config.database, view)
         self.replay = Replay(config.replay, client, view)
         self.answers = Answers(self.state, client, view, self._save, lambda: self.replay.is_real_time)
@@ -69,7 +71,7 @@ class ChatController:
         self._is_log_problem_shown = False
         self._deleted: list[str] = []
         self._listed: tuple[int, str] | None = None
-        self._endings: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     # ---- the engine's process --------------------------------------------------------------------
 
@@ -77,9 +79,9 @@ class ChatController:
         await self._start(self.client.start)
 
     async def restart(self) -> None:
-        """Replace the engine by a fresh one in the same mode; the conversation is kept and read again.
+        """Replace the engine by a fresh one in the same mode, which processes the conversation again.
 
-        Its end, which takes a second, is not waited for.
+        Does not wait for the end of the old one, which takes a second.
         """
         self.client.forget()
         await self.answers.abandon()
@@ -87,14 +89,14 @@ class ChatController:
         self.state.forget_engine()
         self.view.show_snapshot(None)
         self.answers.show_phase(Phase.LOADING)
-        self._do_beside(self._start(self.client.restart))
+        self._run_in_background(self._start(self.client.restart))
 
     async def unload(self) -> None:
-        """End the engine, which frees all its memory; the next question starts it again. Its end is not waited for."""
+        """End the engine to free all its memory, without waiting for it; the next question starts it again."""
         self.branches.require_ready()
         self.client.forget()
         await self.answers.down()
-        self._do_beside(self._end())
+        self._run_in_background(self._end())
 
     async def _end(self) -> None:
         await self.client.close()
@@ -105,7 +107,7 @@ class ChatController:
         )
 
     async def listen(self) -> None:
-        """Handle the engine's events until canceled, of an engine that is being ended no more."""
+        """Handle events until canceled, but none of an engine that is being replaced."""
         while True:
             reports, forgotten = await self.client.receive(), self.client.forgotten
             for report in reports:
@@ -116,9 +118,9 @@ class ChatController:
         await self._events.handle(report)
 
     async def close(self) -> None:
-        """Save the conversation a last time; nothing is saved afterwards."""
+        """Save the conversation and close the archive."""
         self.models.download.stop()
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         self.answers.checkpoint()
         await self._save()
         await self.archive.close()
@@ -129,7 +131,7 @@ class ChatController:
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: a recording is replayed; or the text takes the place of another, and the engine is busy.
+            UsageError: a recording is replayed; or the text replaces another one while the engine is busy.
         """
         self.replay.refuse_question()
         if self.state.edits_answer:
@@ -152,12 +154,12 @@ class ChatController:
             await self.answers.down()
 
     def has_to_wait(self, needs_model: bool, keeps_turn: bool) -> bool:
-        """True if a command has to wait: for a model that is being loaded, or for its turn behind questions."""
+        """True if a command must wait for a model that is being loaded, or for queued questions."""
         is_loading = self.state.phase is Phase.LOADING
         return (needs_model and is_loading) or (keeps_turn and self.answers.queue.is_active)
 
     async def defer(self, line: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Queue a command; ``run`` does it when its turn comes, and tells by itself what is refused."""
+        """Queue a command; ``run`` executes it in its turn and shows its own errors."""
         if self.state.phase is not Phase.LOADING:
             self.view.toast(f"{line} is queued behind the questions; keys act at once.")
         command = await self.view.add_command(line)
@@ -176,7 +178,7 @@ class ChatController:
             await self.restart()
 
     async def take_back(self) -> None:
-        """Take the question or command queued last back into the prompt."""
+        """Return the question or command queued last to the prompt."""
         if not self.answers.queue:
             raise UsageError("Nothing is queued.", hint="Questions asked during an answer are queued.")
         if not self.view.restore_prompt(self.answers.queue.last):
@@ -184,21 +186,21 @@ class ChatController:
         await self.answers.queue.take_back()
 
     def stop(self) -> None:
-        """Stop the answer in progress, whose text is kept; queued questions are held."""
+        """Stop the answer in progress, keeping its text, and hold the queue."""
         if self.state.phase.busy or self.answers.is_asking:
             self.answers.stop()
         else:
             self.answers.queue.hold()
 
     async def stop_work(self) -> None:
-        """Stop the answer in progress; else what is being loaded or downloaded."""
+        """Stop the answer in progress, else the model that is being loaded or downloaded."""
         if self.state.phase.busy:
             self.stop()
         else:
             await self.models.stop()
 
     def rebuild(self) -> None:
-        """Recompute exactly what was computed with less context."""
+        """Recompute the tokens that were computed with reduced context."""
         self.state.refuse_served()
         self.branches.require_ready()
         self.answers.show_phase(Phase.PREFILL)
@@ -223,17 +225,17 @@ class ChatController:
         self.client.send(Switch(mode, asked))
 
     def switch_by(self, step: int) -> None:
-        """Switch ``step`` modes onward from the one last asked for."""
+        """Switch ``step`` modes onward from the last requested one."""
         wanted = self.state.wanted
         self.switch(modes.next_mode(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
-        """Change a parameter of the current mode, or of auto, which chooses anew."""
+        """Change a parameter of the current mode, or of auto, which then chooses again."""
         is_of_auto = self.state.asked == modes.AUTO and name in modes.AutoParameters.model_fields
         self.switch(modes.AUTO if is_of_auto else "", {name: value})
 
     def set_later(self, name: str, value: int | float | bool | str) -> None:
-        """Keep a parameter for the next mode that has it.
+        """Keep a parameter for the next mode that has it; auto chooses again if it may enter one.
 
         Raises:
             UsageError: every mode that has it refuses the value, or a server has the model.
@@ -248,7 +250,7 @@ class ChatController:
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} applies in the next mode with one.")
 
     def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
-        """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat."""
+        """Change a parameter of any mode, now or when it is entered; None lets kvchat choose."""
         modes.parse(mode, {name: value})
         if self._is_auto and mode in (modes.AUTO, *modes.ENTERED_BY_AUTO):
             self.switch(modes.AUTO, {name: value} if mode == modes.AUTO else {mode: {name: value}})
@@ -259,7 +261,7 @@ class ChatController:
 
     @property
     def _is_auto(self) -> bool:
-        """True if auto chooses, or is to once the engine has answered."""
+        """True if auto chooses, or will once the engine has answered."""
         return self.state.info is not None and (self.state.wanted or self.state.asked) == modes.AUTO
 
     def set_sampling(self, name: str, value: str) -> None:
@@ -271,10 +273,10 @@ class ChatController:
         self.state.conversation.system = self._system = text
 
     def use_preset(self, file: Path) -> None:
-        """Take over what a preset sets: the mode at once, the rest from the next answer on.
+        """Apply a preset: its mode at once, the rest from the next answer on.
 
         Raises:
-            UsageError: its file is wrong, no model is loaded yet, or it sets a mode and a server has the model.
+            UsageError: its file is invalid, no model is loaded yet, or it sets a mode and a server has the model.
         """
         preset = sources.resolve(presets.read(file))
         given = {key: sources.at(preset.settings, key) for key in preset.origins}
@@ -292,12 +294,12 @@ class ChatController:
                 case presets.SYSTEM:
                     self.set_system(value or None)
         if has_mode:
-            self.state.refuse_served()  # the rest counts all the same
+            self.state.refuse_served()  # only now: the rest applies
 
     def save_preset(self, name: str) -> Path:
-        """Keep the system prompt, the sampling and the mode with what was asked for in it, and return the file.
+        """Save the system prompt, the sampling and the mode with its changed parameters; return the file.
 
-        A server's mode is none.
+        The mode is left out if a server has the model.
         """
         self.state.note_mode()
         mode, conversation = self.state.asked, self.state.conversation
@@ -310,16 +312,16 @@ class ChatController:
         return presets.save(name, values)
 
     def peek(self, start: int, end: int) -> None:
-        """Ask for the text of the stored tokens ``start`` to ``end``."""
+        """Request the text of the stored tokens ``start`` to ``end``, at most ``PEEK_TOKENS``."""
         if self.state.info is not None:
             self.client.send(Peek(start, min(end, start + PEEK_TOKENS)))
 
     # ---- the conversations on disk -------------------------------------------------------------------
 
     async def open_archive(self, resume: bool = False) -> Summary | None:
-        """Open the database, and with ``resume`` the latest conversation; the latest one before that.
+        """Open the database, and with ``resume`` the latest conversation; a damaged one is reported and left alone.
 
-        A damaged one is told and left alone.
+        Returns what was the latest conversation before.
         """
         if not await self.archive.open():
             return None
@@ -335,7 +337,7 @@ class ChatController:
         return latest
 
     async def keep(self) -> None:
-        """Save what is said and answered, and list the conversations where that changed them, until canceled."""
+        """Save the conversation, and show the changed list of conversations, until canceled."""
         while True:
             await asyncio.sleep(CHECKPOINT_S)
             self.answers.checkpoint()
@@ -343,16 +345,16 @@ class ChatController:
             await self._list()
 
     async def new(self) -> None:
-        """Begin a new conversation; a running answer is stopped, the current conversation is kept on disk."""
-        await self._exchange(self._begun())
+        """Save the current conversation, stop its answer and begin a new one."""
+        await self._show_conversation(self._new_conversation())
 
     async def open(self, id: str, message: str = "", is_first: bool = False) -> None:
-        """Go on with another conversation, on the branch of ``message`` if it is named, in the mode that it was in.
+        """Open a conversation in its own mode, on the branch of ``message`` if given.
 
-        Over that goes what was asked for on the command line, where it is the first that is opened.
+        In the first one opened (``is_first``) the mode and parameters of the command line override its own.
         """
         current = self.state.conversation
-        if id == current.id and self.state.phase.busy:  # it is on the screen, and its answer goes on
+        if id == current.id and self.state.phase.busy:  # shown already, with an answer in progress
             if message and message not in (one.id for one in current.path):
                 self.branches.require_ready()
             return
@@ -368,14 +370,14 @@ class ChatController:
             own = asked.asked_params.get(conversation.mode, {})
             others = {one: asked.asked_params[one] for one in entered if one in asked.asked_params}
             conversation.params = modes.together(conversation.mode, conversation.params, own, others)
-        await self._exchange(conversation, continues=id == current.id)
+        await self._show_conversation(conversation, continues=id == current.id)
         last = next((one.model for one in reversed(conversation.path) if one.model), "")
         now = self.models.in_use.model
         if last and not is_server(now) and last.partition(",")[0] != short_name(now):
             self.view.add_note(f"The last answer is by {last}; {short_name(now)} continues. /model loads another.")
 
     async def fork(self) -> None:
-        """Go on with a copy of the conversation up to the message chosen in the transcript, else of all of it."""
+        """Open a copy of the conversation, up to the message chosen in the transcript if there is one."""
         end = self.view.chosen or (self.state.conversation.leaf.id if self.state.conversation.leaf else None)
         if end is None:
             raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
@@ -383,7 +385,7 @@ class ChatController:
         self.view.toast("This is a copy; the original conversation is unchanged.")
 
     async def open_last(self) -> None:
-        """Go on with the conversation written to last, besides the current one."""
+        """Open the last conversation written to, other than the current one."""
         await self._save()
         others = [one for one in await self.archive.search("") if one.id != self.state.conversation.id]
         if not others:
@@ -391,24 +393,24 @@ class ChatController:
         await self.open(others[0].id)
 
     async def delete(self, id: str, title: str) -> None:
-        """Delete a conversation; the current one gives way to a new one."""
+        """Delete a conversation; a new one replaces the current one."""
         if id == self.state.conversation.id:
             await self.new()
         await self.archive.delete(id)
         if self.state.info is not None:
-            self.client.send(Forget(id))  # after its file was moved away: what the engine wrote since is deleted
+            self.client.send(Forget(id))  # after its file was moved: the engine may have written another since
         self._deleted.append(id)
         self.view.toast(f"“{title}” was deleted; /restore brings it back within a day.", timeout=10)
 
     async def restore(self) -> None:
-        """Bring the conversation deleted last back and go on with it."""
+        """Restore the conversation deleted last and open it."""
         if not self._deleted:
             raise UsageError("Nothing was deleted in this run.", hint="/chats lists the saved conversations.")
         await self.archive.restore(self._deleted[-1])
         await self.open(self._deleted.pop())
 
     async def rename(self, title: str, id: str = "") -> None:
-        """Give the conversation ``id`` another title, or the current one."""
+        """Rename the conversation ``id``; empty is the current one."""
         if id in ("", self.state.conversation.id):
             self.state.conversation.rename(title)
             await self._save()
@@ -416,15 +418,15 @@ class ChatController:
             await self.archive.rename(id, title)
 
     async def take(self, conversation: Conversation, continues: bool = False) -> None:
-        """Go on with a conversation that is not on disk yet."""
+        """Open a conversation that is not on disk yet, and save it."""
         conversation.is_kept = self._config.keeps_new
-        await self._exchange(conversation, continues)
+        await self._show_conversation(conversation, continues)
         await self._save()
 
-    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what waits for the end of an engine, while the screen goes on."""
-        self._endings.add(task := asyncio.create_task(work))
-        task.add_done_callback(self._endings.discard)
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for the end of an engine without blocking the screen."""
+        self._background.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._background.discard)
 
     async def _start(self, start: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -439,8 +441,8 @@ class ChatController:
         self.replay.begin()
         self.models.load_in_use()
 
-    async def _exchange(self, conversation: Conversation, continues: bool = False) -> None:
-        """Stop the answer, save the conversation and show another."""
+    async def _show_conversation(self, conversation: Conversation, continues: bool = False) -> None:
+        """Stop the answer, save the conversation and change to another."""
         self.stop()
         self.answers.detach()
         await self._save()
@@ -451,7 +453,7 @@ class ChatController:
         self.mode_of_conversation.restore(self.state.phase not in (Phase.LOADING, Phase.DOWN))
         self.answers.resume_kv()
 
-    def _begun(self) -> Conversation:
+    def _new_conversation(self) -> Conversation:
         conversation = Conversation(self._system)
         conversation.is_kept = self._config.keeps_new
         return conversation
@@ -461,9 +463,9 @@ class ChatController:
             await self.archive.save(self.state.conversation)
 
     async def _list(self) -> None:
-        """Show which conversations are kept, where they or the current one are others than when last shown."""
+        """Show the list of conversations if it or the current one has changed."""
         current = self.state.conversation.id
         if self.view.lists_conversations and self._listed != (self.archive.writes, current):
             self._listed = (self.archive.writes, current)
-            with suppress(KvchatError):  # told where a person asks for them
+            with suppress(KvchatError):  # reported when the user asks for the list
                 self.view.show_conversations(await self.archive.search(""), current)

@@ -68,7 +68,7 @@ class Chat:
 
     async def engine_ended(self) -> None:
         """Wait for the end of an engine that is replaced or unloaded, for which nothing else waits."""
-        await asyncio.gather(*self.controller._endings)
+        await asyncio.gather(*self.controller._background)
 
     @property
     def phase(self) -> Phase:
