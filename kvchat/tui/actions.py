@@ -1,8 +1,4 @@
-"""Everything the user can do, in one table, from which keys, slash commands, palette, key hints and help are made.
-
-An ``Action`` has its key binding, its slash command and its word in the line of key hints; its scope is the
-application, a screen, or a widget that has the focus.
-"""
+"""The table of everything the user can do; keys, slash commands, palette, key hints and help are made from it."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ OFTEN = (
     *("mode", "budget", "new", "model", "conversations", "regenerate", "edit", "file", "export", "compare", "needle"),
     *("system", "set", "undo", "copy", "settings", "help", "stop", "quit"),
 )
-"""The ids of the commands used most, the most used first."""
+"""Ids of common commands, the most common first."""
 FIRST_KEYS = {
     "prompt.send": "send",
     "prompt.newline": "new line",
@@ -38,10 +34,10 @@ FIRST_KEYS = {
     "conversations": "saved conversations",
     "focus": "what the figures mean; ↑ and ↓ choose one",
 }
-"""The eight keys to begin with: the ids of their actions, each with a few words."""
+"""The keys to begin with, by the id of their action."""
 _COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
-REPLAY = "replay."  # begins the ids of what only a replay can do
-NO_KEY = "none:"  # begins a key that no terminal sends: Textual changes keys of bindings, and makes no binding for one
+REPLAY = "replay."  # begins the ids of actions for replays only
+NO_KEY = "none:"  # begins a key that no terminal sends, of actions without a key: Textual can rebind only bindings
 Scope = Literal[
     "app", "chat", "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models",
     "settings", "compare", "details", "map", "help",
@@ -49,9 +45,9 @@ Scope = Literal[
 WIDGETS: tuple[Scope, ...] = (
     "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models", "map",
 )  # fmt: skip
-"""A key of another scope goes before those of the focused widget."""
+"""The scopes of widgets; keys of other scopes take precedence."""
 LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map")
-"""Nothing is typed here, so that a letter may be a key."""
+"""Scopes without text input, so that a letter may be a key."""
 _CHILDREN: dict[Scope, tuple[Scope, ...]] = {
     "app": ("chat", "search", "title", "settings", "compare", "details", "help"),
     "chat": ("prompt", "transcript", "ribbon", "panels"),
@@ -64,15 +60,19 @@ _CHILDREN: dict[Scope, tuple[Scope, ...]] = {
 class Action:
     """One thing the user can do.
 
-    ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
-    command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
-    names of the command. ``run`` does the work; without it ``action`` names a Textual action of
-    the ``scope``, the screen or widget where the keys act. An action with neither is built into a widget: its keys are
-    listed, but cannot be changed.
-    ``needs_argument``: its command does nothing alone, so that a key types the command's beginning into the prompt.
-    ``waits`` says when it is queued while a model is being loaded, and when it is typed behind questions that wait:
-    always, or with an argument only; ``questions``: with an argument, behind questions only.
-    ``hint`` is its word in the line of key hints.
+    Attributes:
+        id: also of its key binding.
+        doc: what it does; after a semicolon, what it does in special cases.
+        keys: the default keys, separated by commas.
+        command: its slash command; ``aliases`` are other programs' names for it.
+        usage: the command's argument; ``values`` suggests some.
+        run: does the work. Without it ``action`` names a Textual action of the ``scope``; with neither, the action is
+            built into a widget and its keys are listed but cannot be changed.
+        scope: where the keys act: the application, a screen, or a widget that has the focus.
+        needs_argument: the command does nothing alone, so a key types its beginning into the prompt.
+        waits: if the command is queued while a model is being loaded or questions are queued: always, or only with an
+            argument; ``questions``: only with an argument and behind questions.
+        hint: its word in the line of key hints.
     """
 
     id: str
@@ -91,7 +91,7 @@ class Action:
 
     @property
     def brief(self) -> str:
-        """Its ``doc`` without what it does in special cases, for lists of one line each."""
+        """Its ``doc`` without the special cases, for lists."""
         return self.doc.partition(";")[0]
 
     @property
@@ -109,7 +109,7 @@ class Action:
         return self.waits == "always" or (self.waits == "argument" and bool(argument))
 
     def keeps_turn(self, argument: str) -> bool:
-        """True if it is queued behind questions that wait: it changes how they would be answered."""
+        """True if it is queued behind queued questions, because it changes how they are answered."""
         return self.needs_model(argument) or (self.waits == "questions" and bool(argument))
 
     @property
@@ -119,11 +119,11 @@ class Action:
 
     @property
     def hint_word(self) -> str:
-        """Its word in the line of key hints; without a key by default, that of a key that the user gives it."""
+        """Its word in the line of key hints; without a default key it is the command, for a key that the user sets."""
         return self.hint or ("" if self.keys else self.command)
 
     def binding(self) -> Binding:
-        """Make the key binding; a key of the application or of a screen goes before those of the focused widget."""
+        """The key binding; a key of the application or a screen takes precedence over the focused widget's."""
         priority = self.scope not in WIDGETS and self.id != "stop"
         action = self.action if self.action and not self.usage else f"run({self.id!r})"
         keys = self.keys or f"{NO_KEY}{self.id}"
@@ -372,7 +372,7 @@ ACTIONS = (
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
-KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
+KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # without a command
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
 HINTED = sorted(
     (action for action in ACTIONS if action.hint_word),
@@ -385,9 +385,9 @@ def bindings(scope: Scope) -> list[BindingType]:
 
 
 def is_command(text: str) -> bool:
-    """True if a text that was typed is a command: a slash and a name; of several lines only with a known name.
+    """True if a typed text is a command: a slash and a name, which in several lines must be a known one.
 
-    A path is none, whether it has another slash or is there (``/tmp is full``), and no comment or pattern of code is.
+    A path is not, if it has another slash or exists (``/tmp is full``); nor is a comment or a pattern of code.
     """
     begun = _COMMAND.match(text)
     if begun is None:
@@ -399,9 +399,10 @@ def is_command(text: str) -> bool:
 
 
 def parse_command(line: str) -> tuple[Action, str]:
-    """Split a typed line such as ``/mode streaming budget=512`` into its action and argument.
+    """Split a line such as ``/mode streaming budget=512`` into its action and argument.
 
-    The beginning of a name will do where no other name has it.
+    Raises:
+        UsageError: as ``find_command``, or the command accepts no argument.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
     action, argument = find_command(name.strip().lower()), argument.strip()
@@ -412,26 +413,26 @@ def parse_command(line: str) -> tuple[Action, str]:
 
 
 def find_command(name: str) -> Action:
-    """The action of a command by its name, an alias, or the beginning of one.
+    """The action of a command by its name, an alias, or an unambiguous beginning of one.
 
     Raises:
-        UsageError: there is no such command, or several begin so; names the nearest.
+        UsageError: no command or several begin like this; names similar ones.
     """
-    is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
+    is_alias = name in ALIASES or (not _begins_any(name, COMMANDS) and _begins_any(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
-    if not name or not _is_begun(name, known):
+    if not name or not _begins_any(name, known):
         near = " or ".join(f"/{word}" for word in get_close_matches(name, COMMANDS, cutoff=0.5))
         hint = f"Did you mean {near}? " if near else ""
         raise UsageError(f"There is no command /{name}.", hint=f"{hint}/help lists all.")
     return known[resolve(name, known, "command")]
 
 
-def _is_begun(name: str, known: Iterable[str]) -> bool:
+def _begins_any(name: str, known: Iterable[str]) -> bool:
     return any(word.startswith(name) for word in known)
 
 
 def scopes_at(scope: Scope) -> Iterator[Scope]:
-    """The scopes whose keys act where ``scope`` is: its own and those around it."""
+    """The scopes whose keys act in ``scope``: itself and those around it."""
     yield scope
     for outer, inner in _CHILDREN.items():
         if scope in inner:

@@ -1,4 +1,4 @@
-"""Handle the engine's events: change the state and let the view show it."""
+"""The engine's events: they change the state, and the view shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT_LEVELS = (1, 0.95, 0.8)  # shares of the context, the highest first
 
 @dataclass(eq=False)
 class EngineEvents:
-    """Handles every event of the protocol and the end of the engine; ``restart`` starts a fresh one."""
+    """Handles every event and the engine's end; ``restart`` replaces it by a fresh one."""
 
     state: ChatState
     answers: Answers
@@ -43,7 +43,7 @@ class EngineEvents:
     def __post_init__(self) -> None:
         self._may_restart = True
         self._reading_since = monotonic()
-        self._warned = 0.0  # the level of the context that was last warned of
+        self._warned = 0.0  # the last of CONTEXT_LEVELS with a warning
 
     async def handle(self, report: Report) -> None:
         match report:
@@ -80,8 +80,8 @@ class EngineEvents:
                 await self.answers.withdraw(chars)
             case messages.Finished():
                 self._may_restart = True
-                told = (f"answered: {count(report.stats.generated_tokens)} tok", ENDINGS.get(report.reason, ""))
-                self.view.log_event(", ".join(filter(None, told)))
+                parts = (f"answered: {count(report.stats.generated_tokens)} tok", ENDINGS.get(report.reason, ""))
+                self.view.log_event(", ".join(filter(None, parts)))
                 await self.answers.finish(report)
                 await self.answers.ready()
             case messages.Switched():
@@ -89,7 +89,7 @@ class EngineEvents:
             case messages.SwitchRefused(mode, message):
                 self.state.pending.clear()
                 self.mode_of_conversation.is_due = False
-                self.state.mode = mode  # `wanted` stays, so that the next F6 goes past the refused mode
+                self.state.mode = mode  # `wanted` stays, so that the next F6 skips the refused mode
                 self._show_error(errors.UsageError(f"The mode stays {mode}.", message, "/mode lists all modes."))
             case messages.Rebuilt(tokens, taken, reduced):
                 left = f", {count(reduced)} left" if reduced else ""
@@ -106,7 +106,7 @@ class EngineEvents:
             case messages.Peeked(start, _, text):
                 self.view.show_page_text(start, text)
             case messages.Tokenized():
-                pass  # the server's question, never the application's
+                pass  # only kvchat serve requests it
             case messages.Asked(text):
                 await self.answers.ask(text)
             case messages.Replayed(taken):
@@ -124,10 +124,10 @@ class EngineEvents:
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
-            return  # it is of another run than the conversation's
+            return  # not the conversation's
         self.state.snapshot = snapshot if self.state.is_stored else without_conversation(snapshot)
         self.state.gpu_history.note(snapshot.gpu, self.state.details)
-        if snapshot.mode == self.state.mode:  # values chosen by kvchat change while it runs
+        if snapshot.mode == self.state.mode:  # kvchat adapts what it chose
             self.state.params, self.state.auto = snapshot.params, snapshot.auto
         if self.state.snapshot is not None and self.state.phase is not Phase.PREFILL:
             self._warn_of_context(self.state.snapshot.total)
@@ -138,7 +138,7 @@ class EngineEvents:
         self.state.info = loaded
         self.state.enter_mode(loaded.mode, loaded.params, loaded.auto)
         self.details.renew()
-        if self.models.take():
+        if self.models.loaded():
             self.view.log_event(f"{self.state.model_name} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
@@ -171,18 +171,18 @@ class EngineEvents:
         self.answers.wait(f"{text} …")
 
     def _warn_of_context(self, tokens: int) -> None:
-        """Warn once where so many tokens fill the context up to a level, and name what goes on at its end."""
+        """Warn once for each of CONTEXT_LEVELS that so many tokens reach, and name the remedy."""
         if self.state.is_served and not tokens:
-            return  # the server counts at the end
+            return  # a server counts at the end of an answer
         context = self.state.info.context if self.state.info else 0
         ends = context and self.state.mode != modes.HOLDS_LEAST
         level = next((level for level in CONTEXT_LEVELS if ends and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before:
-            way = context_full_remedy(self.state)
+            remedy = context_full_remedy(self.state)
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
-                f" {way.lines[0]} lets you {way.doc}.",
+                f" {remedy.lines[0]} lets you {remedy.doc}.",
                 title="The context is full" if level == 1 else "The context is nearly full",
                 severity="warning",
                 timeout=12,
@@ -190,7 +190,7 @@ class EngineEvents:
 
     async def _switched(self, switched: messages.Switched) -> None:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
-        if not self.state.is_stored:  # what moved is of another conversation
+        if not self.state.is_stored:  # the bytes moved were another conversation's
             switched = replace(switched, total=0, moved_bytes=0, reduced_tokens=0)
         is_news = switched.auto not in ("", self.state.auto)
         self.state.enter_mode(switched.mode, switched.params, switched.auto)
@@ -215,17 +215,17 @@ class EngineEvents:
             offered = remedies(self.state, is_cut_off)
         elif was_busy and failed.kind == errors.ContextFullError.__name__:
             offered = (context_full_remedy(self.state),)
-        is_kept = self.models.give_up(failed.fatal)
+        keeps_old = self.models.failed(failed.fatal)
         self._show_error(errors.EngineError(failed.title, failed.detail, failed.hint), offered)
         if failed.kind == errors.TooMuchPinnedError.__name__:
             self.pins.take_back()
         if failed.fatal or self.state.info is None:
             await self.answers.down()
-        elif not is_kept:
+        elif not keeps_old:
             await self.answers.ready()
 
     async def _crashed(self, crashed: Crashed) -> None:
-        """Restart the engine once; a second crash without an answer in between leaves it down."""
+        """Restart the engine, unless it crashed before without an answer since."""
         was_busy = self.state.phase.busy
         is_cut_off = await self.answers.abandon()
         self.comparisons.abandon("The engine stopped.")

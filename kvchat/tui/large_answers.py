@@ -1,8 +1,8 @@
-"""In which parts an answer is drawn: as Markdown, few widgets each, and as plain text.
+"""Splits an answer into parts that are drawn one by one, as Markdown of a few widgets or as plain text.
 
-Textual makes a widget of every paragraph, list item and table cell, each costs a millisecond or two when it is new, and
-each layout visits all of them: as one Markdown a table of 150 x 60 blocks the screen for 20 s. So Markdown comes in
-parts that are mounted one after the other, for so many widgets in all; the rest is plain text.
+Textual makes a widget of every paragraph, list item and table cell. A new one costs a millisecond or two, and each
+layout visits all: a table of 150 x 60, drawn at once, blocks the screen for 20 s. So Markdown is mounted in parts until
+an answer has ``MOST_WIDGETS``; the rest is plain text.
 
 Textual re-parses the last block on every append: 5 ms in prose, but 49 ms in a fence of 300 tokens and 141 ms in a
 table of 60 rows. So an open fence or table stays plain text until it closes.
@@ -17,16 +17,17 @@ from math import inf
 
 MOST_WIDGETS = 90  # of an answer
 MOST_OF_BLOCK = 64  # of a table, a fence or a line
-ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin ...
-ENOUGH_FOR_GAP = 25  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
+# Widgets after which a part ends at the next line that may begin one, and after which also headings, fences and quotes
+# may begin one, although their margin then makes the gap above them larger.
+ENOUGH_OF_PART, ENOUGH_FOR_GAP = 20, 25
 WIDGETS_OF_TABLE = 2  # around its cells
 WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
-LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
+LINES_OF_WIDGET = 8  # of code that cost as much as a widget: all code is one widget, but is highlighted
 CHARACTERS_OF_WIDGET = 800
-MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # where the parser stops in a line
+MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # at which the parser stops in a line
 MARKS_OF_WIDGET = 50
-LONGEST_LINE = 3000  # of opened brackets or addresses, which models repeat without end, it is parsed for 0.3 s
-DEEPEST = 10  # items and quotes in each other; what is nested deeper than ``MOST_NESTED`` the parser drops
+LONGEST_LINE = 3000  # characters: if they are open brackets or addresses, as models repeat them, parsing takes 0.3 s
+DEEPEST = 10  # nested items and quotes; the parser drops those deeper than ``MOST_NESTED``
 MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 _AFTER_BLANK = re.compile(r"[^\s#>`~]")
@@ -47,15 +48,16 @@ class Part:
 
     @property
     def begins_with_item(self) -> bool:
-        """A list begins the part, perhaps one that the part before began."""
+        """True if it begins with an item of a list, whose beginning may be in the part before."""
         return self.is_markdown and bool(_ANYWHERE.match(self.text))
 
 
 @dataclass
 class _Block:
-    """A line, a whole fence or a whole table; ``widgets`` is about how many it becomes.
+    """A line, a whole fence or a whole table, which becomes about so many ``widgets``.
 
-    It begins a part where the one before has ``begins_at`` widgets. ``is_open``: the next line may belong to it.
+    It may begin a new part once the current one has ``begins_at`` widgets. If it ``is_open`` the next line may belong
+    to it.
     """
 
     text: str
@@ -65,10 +67,10 @@ class _Block:
 
 
 def parts(text: str) -> list[Part]:
-    """``text`` in parts, all but the last of which stay the same when more text follows.
+    """The parts of ``text``; more text changes only the last one.
 
-    A fence, table or line that would make too many widgets is plain from its beginning on, and Markdown goes on after
-    it; where all others made too many the rest is plain.
+    A fence, table or line with too many widgets is plain text, with Markdown again after it; if the others together
+    have too many, the rest is plain text.
     """
     made: list[Part] = []
     spent = in_part = 0.0
@@ -88,18 +90,18 @@ def parts(text: str) -> list[Part]:
 
 
 def definitions(text: str) -> str:
-    """The lines that say where reference links lead, ``[1]: https://...``, for all parts; not those in code."""
+    """The lines outside code that define links, ``[1]: https://...``, which all parts need."""
     if not _DEFINITION.search(text):
         return ""
-    # One that is none is parsed as text, and costs as much.
     found = (_DEFINITION.match(block.text) for block in _blocks(text) if block.widgets < MOST_OF_DEFINITION)
     return "\n".join([match[0] for match in found if match][:MOST_DEFINITIONS])
 
 
 def closed_end(text: str, inside_line: bool) -> int:
-    """Index up to which ``text`` may be parsed; a fence or table still open at its end is behind it.
+    """Index up to which ``text`` may be parsed: before a fence or table that is open at its end.
 
-    So is the last line while it may yet begin a fence, an item or a heading. ``inside_line``: it goes on with a line.
+    Also before a last line that may yet become a fence, an item or a heading, unless it is ``inside_line``: the text
+    continues a line.
     """
     begun = len(lines(text)[0]) if text and inside_line else 0
     *_, last = [_Block("", 0), *_blocks(text[begun:])]
@@ -108,13 +110,13 @@ def closed_end(text: str, inside_line: bool) -> int:
 
 
 def _blocks(text: str) -> Iterator[_Block]:
-    """The text line by line, but fences and tables whole; the last one may go on."""
+    """The text line by line, with fences and tables whole; the last block may be incomplete."""
     block, fence, was_blank = _Block("", 0), "", True
     for line in lines(text):
         word = line.strip()
         is_table = word.startswith("|") and not fence
-        goes_on = bool(fence) or (is_table and block.text.lstrip().startswith("|"))
-        if not goes_on:
+        is_inside = bool(fence) or (is_table and block.text.lstrip().startswith("|"))
+        if not is_inside:
             if block.text:
                 yield block
             around = WIDGETS_OF_TABLE if is_table else WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0
@@ -135,7 +137,7 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
-    """About how many widgets a line becomes, or are made in the time that it is wrapped and its marks are parsed."""
+    """About how many widgets a line becomes; wrapping and parsing are counted as the widgets that take as long."""
     size = len(line) / CHARACTERS_OF_WIDGET
     if is_code:
         return size + 1 / LINES_OF_WIDGET
@@ -147,7 +149,7 @@ def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
     indent = len(line) - len(line.lstrip(" "))
     if len(line) > LONGEST_LINE or depth + indent // 2 > DEEPEST:
         return MOST_OF_BLOCK + 1
-    laid_out = depth * (depth + 1) / 2  # in a quote layouts visit all twice
+    laid_out = depth * (depth + 1) / 2  # each quote doubles the visits of a layout
     return size + max(sum(map(line.count, MARKS)) / MARKS_OF_WIDGET, laid_out, bool(word))
 
 

@@ -1,4 +1,4 @@
-"""The model in use, the one being loaded in its place, a download in a process of its own, and the table of a plan."""
+"""Loading another model, downloading one in a process of its own, and the table of a memory plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
 ANSWER_POLL_S = 0.2
-SERVER = "server"  # the kind of one that could not be asked
+SERVER = "server"  # the kind of one that does not answer
 DOWNLOAD = process.python("-m", "kvchat.models.download", str(os.getpid()))
-# Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
+# Values of --quantize to put in a command; other names are formats of quantized checkpoints.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
 FLOOR = (
     "floor: reading the weights once, at the rate measured by kvchat bench decode --save-profile; no token is faster"
@@ -52,7 +52,7 @@ PLANNED = {
 
 @dataclass(eq=False)
 class Models:
-    """``in_use`` is what a restart loads. ``restart`` replaces the engine by a fresh one."""
+    """The model ``in_use``, which a restart loads again, and those being loaded, downloaded or planned for."""
 
     config: AppConfig
     state: ChatState
@@ -63,19 +63,19 @@ class Models:
     def __post_init__(self) -> None:
         self.in_use = self._base = self.config.load
         self._asked: Load | None = None
-        self._is_kept = False
+        self._keeps_old = False
         self._stops = 0
-        self._plans = 0  # asked for, and not told yet
+        self._plans = 0  # requested and not answered yet
         self.download = Download(self.config.download_command)
         self._downloading: asyncio.Task[None] | None = None
 
     @property
     def is_working(self) -> bool:
-        """True while a model is downloaded or planned for; the engine's phase shows neither."""
+        """True while a model is downloaded or planned for, which the engine's phase does not show."""
         return self._downloading is not None or (self._plans > 0 and self.state.phase is not Phase.DOWN)
 
     async def show_all(self, looks_around: bool = False) -> None:
-        """Show the models on this machine, and those of servers: of the settings, in use, or as ``of_servers``."""
+        """Show the models of this machine and of the servers in the settings and in use; see ``of_servers``."""
 
         async def find() -> list[FoundModel]:
             served = of_servers(dict.fromkeys((*self.config.servers, *in_use)), looks_around)
@@ -88,7 +88,7 @@ class Models:
     # ---- loading ---------------------------------------------------------------------------------
 
     async def choose(self, name: str, options: dict[str, Any]) -> None:
-        """Load another model, which reads the conversation with the next question; from the hub after a download."""
+        """Load another model, downloaded first if necessary; the next question lets it process the conversation."""
         load = self._load(name, options)
         if await asyncio.to_thread(catalog.is_here, load.model):
             self._require_idle()
@@ -99,14 +99,14 @@ class Models:
             self._downloading = asyncio.create_task(self._fetch(load))
 
     def load_in_use(self) -> None:
-        """Have a fresh engine load the model in use, in the current mode; of plans it knows nothing."""
+        """Let a fresh engine load the model in use, in the current mode; requested plans are lost."""
         self._plans = 0
         self._send(self.in_use)
 
-    def take(self) -> bool:
-        """A model has been loaded; whether it is the one asked for, not the old one that stays."""
-        if self._is_kept:
-            self._is_kept = False
+    def loaded(self) -> bool:
+        """Note that a model was loaded; False if it is the old one, because another could not be loaded."""
+        if self._keeps_old:
+            self._keeps_old = False
             return False
         asked, self._asked = self._asked or self.in_use, None
         if asked != self.in_use:
@@ -115,44 +115,44 @@ class Models:
         self.in_use = asked
         return True
 
-    def give_up(self, is_fatal: bool) -> bool:
-        """Something failed; whether the model in use reports itself next, because another one could not be loaded."""
+    def failed(self, is_fatal: bool) -> bool:
+        """Note a failure; True if the old model reports itself next, because another could not be loaded."""
         was_loading, self._asked = self._asked is not None, None
-        self._is_kept = was_loading and not is_fatal
-        return self._is_kept
+        self._keeps_old = was_loading and not is_fatal
+        return self._keeps_old
 
     def remedies(self) -> tuple[Remedy, ...]:
-        """The remedies where the model being loaded does not fit."""
+        """The remedies if the model being loaded does not fit."""
         return load_anyway(self._asked, self._base) if self._asked is not None else ()
 
     async def stop(self) -> None:
         """Stop what is being loaded or downloaded.
 
-        The first model of all stops when asked twice. An engine that does not stop is ended, and the model that was in
-        use loaded by a fresh one.
+        Loading the first model stops at the second call. One call more ends an engine that does not stop; a fresh one
+        loads the model in use.
         """
         if self._asked is None or self.state.phase is not Phase.LOADING:
             self.download.stop()
             return
         self._stops += 1
-        name, others = self._asked.model, self.state.info is not None
-        if self._stops == 2 - others:
+        name, needed = self._asked.model, 1 if self.state.info is not None else 2
+        if self._stops == needed:
             self.client.send(Stop())
             self.view.toast(f"Stopping the loading of {name}; /stop again ends the engine.")
-        elif self._stops > 2 - others:
+        elif self._stops > needed:
             self._asked = None
             await self.restart()
         else:
             self.view.toast(f"/stop again stops loading {name}.")
 
     def keep_pages(self, host_dtype: HostDtype) -> None:
-        """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
+        """Set the number format of pages of K/V that fill up from now on, also during an answer."""
         self.in_use, self._base = (replace(load, host_dtype=host_dtype) for load in (self.in_use, self._base))
         if self.state.info is not None and not self.state.is_served and self.state.phase is not Phase.DOWN:
             self.client.send(KeepPages(host_dtype))
 
     async def use_template(self, file: str) -> None:
-        """Load the model in use again with the chat template in ``file``, "" for its own."""
+        """Load the model in use again with the chat template in ``file``; empty for its own."""
         self._require_idle()
         await self._begin(replace(self.in_use, chat_template=file))
 
@@ -176,11 +176,11 @@ class Models:
         self._asked, self._stops = load, 0
         self.state.enter_phase(Phase.LOADING, f"loading {load.model}")
         self.view.show_state(self.state)
-        mode = load.mode if self.state.is_served else self.state.asked  # a server's is none
+        mode = load.mode if self.state.is_served else self.state.asked  # a server has no mode
         self.client.send(replace(load, mode=mode, given=self.state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:
-        is_other = name != self._base.model  # whose template is another
+        is_other = name != self._base.model  # with another template
         base = replace(self._base, chat_template="", template_args=()) if is_other else self._base
         return replace(base, **checked_model(name, options))
 
@@ -193,7 +193,7 @@ class Models:
     # ---- downloading -----------------------------------------------------------------------------
 
     async def _fetch(self, load: Load) -> None:
-        """Download a model, wait for the answer in progress, if there is one, and load it."""
+        """Download a model and, after the answer in progress, load it."""
         self._show_download(f"Starting the download of {load.model}")
         try:
             if await self.download.run(load.model, self._show_download):
@@ -215,7 +215,7 @@ class Models:
     # ---- planning --------------------------------------------------------------------------------
 
     def plan(self, name: str, context: int | None) -> None:
-        """Ask what a model would take, by default the one in use."""
+        """Request a memory plan of a model, by default the one in use."""
         if self.state.phase is Phase.DOWN or not self.client.alive:
             raise no_engine()
         load = self._load(name, {}) if name else self.in_use
@@ -225,12 +225,12 @@ class Models:
         self._plans += 1
 
     def show_plan(self, planned: Planned) -> None:
-        """Show a plan as a table, with what was measured beside it for the model in use."""
-        self._plans = max(0, self._plans - 1)  # a recording tells plans that nobody has asked for
+        """Show a plan as a table; for the model in use with measured bytes next to it."""
+        self._plans = max(0, self._plans - 1)  # a recording contains plans that were not requested here
         if planned.plan is None:
             self.view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
             return
-        measured = dict[str, int]()  # bytes of what is there, by the keys of the table's rows
+        measured = dict[str, int]()  # bytes, by the key of a row
         s, info = self.state.snapshot, self.state.info
         if s and info and planned.model == self.in_use.model:
             measured[f"weights {info.weights or 'none'}"] = s.weight_bytes
@@ -242,9 +242,9 @@ class Models:
 
 
 async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> list[FoundModel]:
-    """The models of the servers at these addresses; one that cannot be asked has a problem.
+    """The models of the servers at these addresses; one without an answer has a ``problem``.
 
-    ``looks_around``: also where servers usually listen on this machine, if any does.
+    ``looks_around`` adds servers on this machine's usual ports.
     """
     named, found = list(addresses), {}
     if not (named or looks_around):
@@ -269,7 +269,7 @@ async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> li
 
 
 class Download:
-    """At most one at a time; ``command`` gets the model's name as its last word."""
+    """Downloads one model at a time by ``command``, whose last argument is the model's name."""
 
     def __init__(self, command: Sequence[str] | None) -> None:
         self._command = tuple(command or DOWNLOAD)
@@ -277,7 +277,7 @@ class Download:
         self._is_stopped = False
 
     async def run(self, name: str, report: Callable[[str], None]) -> bool:
-        """Download the model ``name``; ``report`` is called with each stage. False if it was stopped."""
+        """Download the model ``name``, reporting each stage; False if it was stopped."""
         self._is_stopped = False
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -302,7 +302,7 @@ class Download:
             self._process = None
 
     def stop(self) -> None:
-        """End the download; what has come stays in the cache."""
+        """End the download; the cache keeps what has arrived."""
         self._is_stopped = True
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -323,7 +323,7 @@ class Download:
 
 
 class Row(NamedTuple):
-    """One line of the table; ``key`` names what can be measured."""
+    """A line of the table; ``key`` names what is measured for it."""
 
     key: str
     name: str
@@ -332,7 +332,7 @@ class Row(NamedTuple):
 
 
 def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> Iterator[str]:
-    """The table as lines; ``measured`` holds bytes by the key of a row, where the model is loaded."""
+    """The table as lines; ``measured`` holds bytes of a loaded model by the key of a row."""
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
     yield from _table("", list(_rows(made)), measured)
@@ -354,7 +354,7 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
 
 def command_line(made: MemoryPlan, proposal: Proposal) -> str:
     """The command that starts kvchat as planned and proposed."""
-    is_named = proposal.quantize in CHOICES or "quantize" in made.given  # "none" overrules the settings'
+    is_named = proposal.quantize in CHOICES or "quantize" in made.given  # "none" overrides the settings
     quantize = f" --quantize {proposal.quantize}" if is_named else ""
     budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
     return f"{_started(made)} --mode {proposal.mode}{budget}{quantize}"

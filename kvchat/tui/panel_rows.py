@@ -1,7 +1,4 @@
-"""The rows of the panels: labels and values of one snapshot, and what each label means.
-
-What was not read has no row.
-"""
+"""The rows of the panels: labels and values of a snapshot, and what each label means. Unknown values have no row."""
 
 from __future__ import annotations
 
@@ -92,11 +89,10 @@ FIGURES = {
         EVENTS: "the latest, newest first: what was loaded, read, answered, switched, and what went wrong",
     },
 }
-"""What each label means, by the panel it stands in; the modes say what their own figures mean."""
+"""What each label means, by its panel; modes explain their own figures."""
 EXPLANATIONS = {label: text for rows in FIGURES.values() for label, text in rows.items()}
 
-
-# Beside a CPU there is no device: what is not read where it is stored is copied to be read.
+# On a CPU there is no device: a mode reads K/V where they are stored, or copies them first.
 WITHOUT_GPU = {"D": "ready to read", "R": "copied just now", "H": "stored only"}
 
 
@@ -106,7 +102,7 @@ def state_words(on_gpu: bool) -> dict[str, str]:
 
 
 def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tuple[str, Rows]]:
-    """The blocks of all figures by a name: title and rows. Of a server they are its own, and it has no memory here."""
+    """Title and rows of each panel, by its name; a server has other titles and rows, and no memory on this machine."""
     if s.server is not None:
         return {
             "context": ("this answer", answer_rows(s, s.server)),
@@ -123,7 +119,7 @@ def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tupl
 
 
 def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
-    """Rows for the context and what a server did not read again in the last answer of this conversation."""
+    """Rows for the context and the tokens that a server reused in the conversation's last answer."""
     rows = [_used(s)]
     if not s.total:
         return rows
@@ -136,7 +132,7 @@ def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
 
 
 def server_rows(f: ServerFigures) -> Rows:
-    """Rows for what a server tells of itself; nothing of what it does not tell."""
+    """Rows for the figures that a server reports."""
     rows = [("server's K/V", _of_room(f.used_share, f.capacity))] if (f.used_share, f.capacity) != (None, None) else []
     if f.prefix_share is not None or f.prefix_tokens is not None:
         known = (percent(f.prefix_share) if f.prefix_share is not None else "", _tokens(f.prefix_tokens))
@@ -200,7 +196,7 @@ def mode_rows(s: Snapshot) -> Rows:
 
 
 def context_rows(s: Snapshot) -> Rows:
-    """Rows for the tokens the last step read, where they lay, and the bytes fetched for them."""
+    """Rows for the tokens that the last step read, the K/V on the device and the bytes fetched."""
     if not s.total:
         return [("reads", "nothing stored yet")]
     rows = [("reads", _read(s))]
@@ -220,23 +216,23 @@ def context_rows(s: Snapshot) -> Rows:
 
 
 def saved_bytes(s: Snapshot) -> int:
-    """Bytes that full mode would hold on the device beyond those held now; 0 where the engine does not tell."""
+    """Bytes that full mode would hold on the device beyond those held now; 0 if unknown."""
     of_full = (price for price in s.prices if price.mode == REFERENCE)
     full = next((price.device_bytes for price in of_full if not price.refusal), 0)
     return max(full - s.kv_device_bytes, 0)
 
 
 def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
-    """Recall from host to device in more detail, beside the measured rate of the link."""
+    """Rows for recall from RAM to the GPU; its rate also as a share of the measured rate of the link."""
     rows = [("total", size(s.recalled_bytes) if s.recalled_bytes else "nothing yet")]
     rows += [("hit rate", percent(s.recall_hit_rate))] if s.recall_hit_rate is not None else []
-    if s.corrections:  # one mode alone corrects
+    if s.corrections:  # only one mode corrects
         rows.append(("corrections", count(s.corrections)))
     return rows + recall_times(s, link_bytes_per_s)
 
 
 def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
-    """The median and 95th percentile of what recall took for a token and of what was waited for, and its rate."""
+    """Rows for the time that recall took for a token and that the model waited (p50, p95), and for its rate."""
     times = percentiles(s.recall_ms_p50, s.recall_ms_p95)
     rows = [("time p50 / p95", times)] if s.recall_ms_p95 is not None else []
     if s.recall_bytes_per_s is not None:
@@ -248,7 +244,7 @@ def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 
 
 def memory_rows(s: Snapshot) -> Rows:
-    """Memory: of the device by NVML, of torch, and of kvchat."""
+    """Rows for memory: of the GPU by NVML, of torch and of kvchat."""
     own = [("weights", size(s.weight_bytes)), ("K/V in RAM", size(s.kv_host_bytes))]
     if s.kv_parked_bytes:
         own.append(("parked", size(s.kv_parked_bytes)))
@@ -270,7 +266,7 @@ def has_gpu(s: Snapshot) -> bool:
 
 
 def gpu_rows(gpu: Gpu) -> Rows:
-    """What NVML reads; some drivers leave some of it out."""
+    """Rows for what NVML reads, which on some drivers is not all."""
     vitals = ((gpu.utilization, "%"), (gpu.temperature, "°C"), (gpu.power, "W"))
     load = " · ".join(figure(value, unit) for value, unit in vitals if value is not None)
     rows = [
@@ -283,13 +279,13 @@ def gpu_rows(gpu: Gpu) -> Rows:
 
 
 def explain(label: str, mode: str) -> str:
-    """The meaning of a row where ``mode`` is in force; "" without one, as in modes of other packages."""
+    """The meaning of a row in ``mode``; empty if unknown, as for some modes of other packages."""
     own = registered()[mode].figures if mode in registered() else {}
     return own.get(label) or EXPLANATIONS.get(label, "")
 
 
 def extra_rows(extras: Params) -> Rows:
-    """Numbers that only the current mode has."""
+    """Rows for the current mode's own figures."""
     return [(name, _value(value)) for name, value in extras.items() if value is not None]
 
 

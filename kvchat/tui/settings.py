@@ -1,7 +1,4 @@
-"""The settings as they can be changed while the application runs: rows of the schema, and what a change does.
-
-There is no list of settings here: the rows are the fields of ``kvchat.config`` and the actions that have keys.
-"""
+"""Changing settings while the application runs; the rows are the fields of ``kvchat.config`` and the actions' keys."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
 
 
 class Appearance(Protocol):
-    """Settings of the application that it can change; ``keys`` are the changed ones by the id of their action."""
+    """The application's own settings; ``keys`` are the changed ones by the id of their action."""
 
     keys: dict[str, str]
     theme: str
@@ -41,9 +38,10 @@ class Appearance(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as it is now; ``text`` is its value as it is typed, ``takes`` says which values it takes.
+    """A setting's current state.
 
-    ``choices`` are its values where there are few. ``is_live`` says that a change counts at once.
+    ``text`` is its value as typed and ``shown`` as displayed; ``takes`` describes the valid values and ``choices``
+    lists them if they are few. A change takes effect at once if it ``is_live``.
     """
 
     key: Key
@@ -60,7 +58,7 @@ class SettingsEditor:
     """Changes settings for this session; ``save`` keeps the changes in config.toml."""
 
     def __init__(self, config: AppConfig, chat: ChatController, appearance: Appearance | None) -> None:
-        """``appearance`` is None on lines, which have none."""
+        """``appearance`` is None in line mode."""
         self.file = config.config_file
         self._chat = chat
         self._appearance = appearance
@@ -79,10 +77,7 @@ class SettingsEditor:
         return self._appearance.keys if self._appearance else {}
 
     def settings(self) -> list[Setting]:
-        """All settings as they are now, in the order of the schema; at last the keys.
-
-        Left out are those of modes for comparison, but for the current one's.
-        """
+        """All settings in the order of the schema, then the keys; not those of modes for comparison, unless current."""
         rows = [
             self._setting(key, info.description or "", expected(info), choices(info))
             for key, info in sources.leaves()
@@ -96,12 +91,12 @@ class SettingsEditor:
         return rows + keys
 
     def change(self, key: Key, text: str) -> None:
-        """Set what was typed: at once where ``is_live``, else from the next start.
+        """Set the typed value, which takes effect at once if the setting ``is_live``, else at the next start.
 
-        Nothing takes the setting out of config.toml; one that is not there has its default for this session.
+        An empty ``text`` restores the default, for this session only if config.toml does not have the setting.
 
         Raises:
-            UsageError: the setting does not take it; in a sentence. Or config.toml cannot be read.
+            UsageError: the value is invalid, or config.toml cannot be read.
         """
         value = _parsed(key, text) if text else None
         is_to_save = value is not None or (self.file is not None and key in sources.file_source(self.file).values)
@@ -114,10 +109,10 @@ class SettingsEditor:
             self._changed[key] = value
 
     def save(self) -> str:
-        """Write the unsaved changes into config.toml; a sentence that says so and what goes before the file.
+        """Write the unsaved changes to config.toml; the returned sentence says so and what overrides the file.
 
         Raises:
-            UsageError: there is no file for them, or it is wrong or cannot be written; it is as it was.
+            UsageError: no file is configured, or it is invalid or cannot be written; it is left as it was.
         """
         from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 
@@ -135,7 +130,7 @@ class SettingsEditor:
         before = f" {', '.join(stronger)} overrides config.toml for this run." if stronger else ""
         return f"Saved in {self.file}.{before}"
 
-    # ---- what a setting is now -------------------------------------------------------------------
+    # ---- the current value of a setting -------------------------------------------------------------------
 
     def _setting(self, key: Key, doc: str, takes: str, words: tuple[str, ...]) -> Setting:
         value = self._value(key)
@@ -173,7 +168,7 @@ class SettingsEditor:
         return self._settled(key)
 
     def _settled(self, key: Key) -> Any:
-        """The settings, changed ones included."""
+        """The value from the settings, with changes."""
         if key in self._changed:
             value = self._changed[key]
             return self._default(key) if value is None else value
@@ -220,14 +215,14 @@ class SettingsEditor:
 
 
 def _is_live(key: Key) -> bool:
-    """True if a change counts at once; the rooms for kept conversations are agreed upon when the engine starts."""
+    """True if a change takes effect at once; the engine learns the room for other conversations only when it starts."""
     if key in (("kv", "parked_gib"), ("kv", "saved_gib")):
         return False
     return key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))
 
 
 def _parsed(key: Key, text: str) -> Any:
-    """The value typed: a newline is written ``\\n``, several stop strings as a list of TOML."""
+    """The typed value: a newline is written ``\\n``, several stop strings as a TOML list."""
     if text.startswith("["):
         try:
             return sources.typed(key, tomli.loads(f"typed = {text}")["typed"])

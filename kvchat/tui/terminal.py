@@ -1,7 +1,7 @@
-"""Between the application and the terminal: any bytes come in, no control character of a text goes out; the clipboard.
+"""The terminal: input of any bytes, output without the control characters of a text, and the clipboard.
 
-The terminal's own is set by OSC 52, which it may ignore without an answer, the system's where it is near: it needs
-pyperclip (the extra ``clipboard``), and over SSH it would be that of the machine far away.
+OSC 52 sets the terminal's clipboard, but the terminal may ignore it without an answer. pyperclip (the extra
+``clipboard``) sets the system's, which over SSH would be the remote machine's.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvchat.units import count
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 NEXT_READ_S = 0.02  # the parts of a paste follow each other faster than a person's keys
-_ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beginning of a sequence
+_ESC_KEY = "\x1b[27u"  # as terminals send it that distinguish the key from the beginning of a sequence
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _TEXT = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
-TERMINALS_TAKE = 74_994  # bytes: base64 makes 100,000 of them, where many terminals end
+TERMINALS_TAKE = 74_994  # bytes: in base64 100,000, the limit of many terminals
 PATIENCE_S = 5.0
 TO_FILE = "/copy FILE writes it into a file."
 REMOTE = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 
 
 class VisibleText(LineFilter):
-    """Control characters of a drawn line become visible marks, whichever widget drew it.
+    """Replaces control characters in drawn lines by visible marks, whichever widget drew them.
 
-    The widgets make texts ``visible`` before they lay them out; a mark made here may push the rest of its line aside.
+    Widgets already make texts ``visible`` before layout, because a mark made here may shift the rest of its line.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
@@ -53,31 +53,31 @@ class VisibleText(LineFilter):
 
 
 class InputDecoder:
-    """Decodes what the terminal sends: bytes that are not UTF-8 as U+FFFD, ESC inside a paste as a visible mark.
+    """Decodes input: bytes that are not UTF-8 become U+FFFD, ESC inside a paste a visible mark.
 
-    Textual's own decoder would end the application, and its parser would take the ESC for keys. It would also take Esc
-    and a text that come at once for Alt and a letter: ESC before two characters is the key.
+    Textual's own decoder would end the application, and its parser would read the ESC as keys. It would also read Esc
+    and a text that arrive together as Alt and a letter; here ESC before two characters is the key.
 
-    Where the terminal does not mark a paste, lines that arrive in one read are one.
+    If the terminal does not mark pastes, several lines in one read are a paste.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._clock = clock
-        self._pasted_at = -math.inf  # when a part of a paste came that the terminal had not marked
+        self._pasted_at = -math.inf  # when the last part of an unmarked paste came
         self._is_paste = False
-        self._emitted = ""  # the last characters outside a paste, where one may begin
-        self._held = ""  # of a paste, where it may end
+        self._emitted = ""  # the last characters outside a paste, which may begin PASTE_START
+        self._held = ""  # the last characters of a paste, which may begin PASTE_END
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """Return the text of the bytes read; what may be half an end of a paste comes with the next ones.
+        """The text of the bytes read; half of a ``PASTE_END`` is returned with the next bytes.
 
-        Where the terminal has vanished the application ends: reading nothing would take a whole core from then on. Of
-        SIGHUP it may not have heard, which nohup and some terminals have ignored.
+        If the terminal has vanished the application ends, because reading nothing would keep a core busy. It may have
+        had no SIGHUP, which nohup and some terminals let it ignore.
         """
         if not (data or final) and has_vanished():
             if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-                os._exit(128 + signal.SIGTERM)  # an engine that hears no more ends by itself
+                os._exit(128 + signal.SIGTERM)  # the engine ends by itself when its pipe closes
             os.kill(os.getpid(), signal.SIGTERM)
         text, parts = self._utf8.decode(data, final), []
         if self._is_unmarked_paste(text):
@@ -89,9 +89,9 @@ class InputDecoder:
         return "".join(parts)
 
     def _is_unmarked_paste(self, text: str) -> bool:
-        """True if lines have come at once that are not all commands, or what comes right behind such.
+        """True for several lines in one read that are not all commands, and for text that follows them immediately.
 
-        Enter alone and any other key end it. The end of one line is Enter, that of the last of several is pasted.
+        Enter alone and any other key end the paste. The end of a single line is Enter, but that of several is pasted.
         """
         now, before = self._clock(), self._pasted_at
         self._pasted_at = -math.inf
@@ -119,7 +119,7 @@ class InputDecoder:
 
 
 def has_vanished() -> bool:
-    """True if the terminal that stdin was is gone: its window was closed, its connection broke."""
+    """True if stdin's terminal is gone: its window was closed, or its connection broke."""
     try:
         termios.tcgetattr(0)
     except termios.error as error:
@@ -128,9 +128,9 @@ def has_vanished() -> bool:
 
 
 def decode_leniently(driver: type[Driver]) -> type[Driver]:
-    """Return ``driver``, which then reads the terminal by an ``InputDecoder``.
+    """Let ``driver`` read the terminal by an ``InputDecoder``, and return it.
 
-    It makes its decoder inside the loop that reads, by a name of its module.
+    Its reading loop looks its decoder up by a name in its module, which is replaced.
     """
     module = sys.modules[driver.__module__]
     if hasattr(module, "getincrementaldecoder"):  # a driver without a terminal decodes nothing
@@ -139,12 +139,12 @@ def decode_leniently(driver: type[Driver]) -> type[Driver]:
 
 
 def has_system(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if the system's clipboard is that of the person, and can be written to."""
+    """True if the system's clipboard is the user's, and pyperclip can write to it."""
     return not any(environ.get(name) for name in REMOTE) and find_spec("pyperclip") is not None
 
 
 async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
-    """Copy a text to the system's clipboard; why it was refused, "" where it was not."""
+    """Copy a text to the system's clipboard and return why it was refused, "" if it was not."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
 
@@ -153,7 +153,7 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
         with suppress(RuntimeError):  # the application has ended meanwhile
             loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
 
-    threading.Thread(target=run, daemon=True).start()  # ends with the application, however long it would take
+    threading.Thread(target=run, daemon=True).start()  # so that it never delays the application's end
     try:
         return await asyncio.wait_for(done, patience_s)
     except TimeoutError:
@@ -161,7 +161,7 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
 
 
 def describe(text: str, refusal: str | None) -> str:
-    """Say where a text was copied to; ``refusal`` is the system's, None where only OSC 52 was sent."""
+    """Where a text was copied to; ``refusal`` is what ``copy_to_system`` returned, None if only OSC 52 was sent."""
     if refusal == "":
         return f"Copied {count(len(text), 'character')}."
     sent = f"Sent {count(len(text), 'character')} to the terminal's clipboard (OSC 52)."
@@ -176,6 +176,6 @@ def _copy(text: str) -> str:
 
     try:
         pyperclip.copy(text)
-    except Exception as error:  # noqa: BLE001  # pyperclip's own class, or what a program that it starts leads to
+    except Exception as error:  # noqa: BLE001  # pyperclip's own class, or any error of a program that it starts
         return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ""
