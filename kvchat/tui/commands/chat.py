@@ -1,4 +1,4 @@
-"""What slash commands do, but those for conversations; ``tui.actions`` lists the commands."""
+"""Slash commands other than those for conversations; ``tui.actions`` lists them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from kvchat.units import count
 Handler = Callable[[ChatController, str], Awaitable[None]]
 NEEDLE_TOKENS = 2000  # four times the bundled model's budget; read in seconds on two cores
 MIN_NEEDLE_TOKENS = 256
-SWITCHES = ("enable_thinking", "thinking", "think")  # what templates call it
+SWITCHES = ("enable_thinking", "thinking", "think")  # names of the variable in templates
 EFFORT = "reasoning_effort"
 
 
 def alone(act: Callable[[ChatController], Awaitable[None] | None]) -> Handler:
-    """Make the handler of a command without an argument, or of a key."""
+    """The handler of a command without an argument, or of a key."""
 
     async def run(chat: ChatController, argument: str) -> None:
-        if (going := act(chat)) is not None:
-            await going
+        if (pending := act(chat)) is not None:
+            await pending
 
     return run
 
 
 async def switch_mode(chat: ChatController, argument: str) -> None:
-    """``/mode NAME key=value…``; alone it lists the modes."""
+    """``/mode NAME key=value…``; without an argument it lists the modes."""
     if not argument:
         chat.view.add_note(describe_modes(chat.state))
         return
@@ -53,7 +53,7 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
 
 
 def set_tokens(name: str) -> Handler:
-    """Make the handler of ``/budget N`` and its like."""
+    """The handler of ``/budget N`` and the like."""
 
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal() and argument != "auto":
@@ -75,8 +75,8 @@ def _set_now_or_later(chat: ChatController, name: str, value: int | float | bool
 
 
 async def set_value(chat: ChatController, argument: str) -> None:
-    """``/set KEY VALUE``; alone it lists all values, with a key that one."""
-    key, value = (*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), "")[:2]  # what follows may have an = of its own
+    """``/set KEY VALUE``; with a key only it shows its value, without an argument all."""
+    key, value = (*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), "")[:2]  # the value may contain = too
     if not key:
         chat.view.add_note(arguments.describe(chat.state))
         return
@@ -93,7 +93,7 @@ async def set_value(chat: ChatController, argument: str) -> None:
 
 
 async def set_system(chat: ChatController, argument: str) -> None:
-    """``/system TEXT``; alone it shows the system prompt."""
+    """``/system TEXT``; without an argument it shows the system prompt."""
     if not argument:
         chat.view.add_note(f"System: {chat.state.conversation.system or 'none'}   (/system none removes it)")
         return
@@ -102,7 +102,7 @@ async def set_system(chat: ChatController, argument: str) -> None:
 
 
 async def preset(chat: ChatController, argument: str) -> None:
-    """``/preset NAME``, ``/preset save NAME``; alone it lists the presets."""
+    """``/preset NAME``, ``/preset save NAME``; without an argument it lists the presets."""
     words = split_words(argument)
     match words:
         case []:
@@ -126,12 +126,12 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 
 async def copy_message(chat: ChatController, argument: str) -> None:
-    """``/copy``: the message chosen in the transcript, else the last answer; ``/copy FILE`` into a new file."""
+    """``/copy``, ``/copy FILE``: the message chosen in the transcript, else the last answer."""
     _copy(chat, _chosen_text(chat), argument)
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:
-    """``/code``: the last fenced block of the same message; ``/code FILE`` into a new file."""
+    """``/code``, ``/code FILE``: the last fenced block of the message that ``/copy`` would copy."""
     blocks = code_blocks(_chosen_text(chat))
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
@@ -139,14 +139,14 @@ async def copy_code(chat: ChatController, argument: str) -> None:
 
 
 def code_blocks(text: str) -> list[str]:
-    """The fenced blocks of a text; the last one may have no end."""
-    from markdown_it import MarkdownIt  # not before the first paint
+    """The contents of a text's fenced blocks; the last fence may be open."""
+    from markdown_it import MarkdownIt  # late, so that it does not delay the first paint
 
     return [token.content for token in MarkdownIt().parse(text) if token.type == "fence"]
 
 
 async def set_pace(chat: ChatController, argument: str) -> None:
-    """``/speed FACTOR``; alone it shows the speed."""
+    """``/speed FACTOR``; without an argument it resumes at the current speed and shows it."""
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
@@ -154,7 +154,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
 
 
 async def attach(chat: ChatController, argument: str) -> None:
-    """``/file PATH``: begin a question about the file."""
+    """``/file PATH``: begin a question with a mention of the file."""
     path = unquoted(argument)
     read_text(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
@@ -162,12 +162,12 @@ async def attach(chat: ChatController, argument: str) -> None:
 
 
 def unquoted(path: str) -> str:
-    """A path may stand in quotes, as in a shell; it may also have spaces without any."""
+    """A path without quotes around it, which are allowed as in a shell, but not needed for spaces."""
     return path.strip("\"'")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:
-    """``/queue send`` or ``/queue clear``; alone it takes the last question back."""
+    """``/queue send``, ``/queue clear``; without an argument it returns the last question to the prompt."""
     if not argument:
         await chat.take_back()
     elif resolve(argument, ("send", "clear"), "use of /queue") == "send":
@@ -177,7 +177,7 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
 
 
 def _copy(chat: ChatController, text: str, file: str) -> None:
-    """To the clipboard, or into a new ``file``."""
+    """Copy to the clipboard, or into a new ``file``."""
     if not file:
         chat.view.copy(text)
         return
@@ -213,7 +213,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
 
 
 async def choose(chat: ChatController, argument: str) -> None:
-    """``/model NAME key=value…``; alone it shows the models on this machine."""
+    """``/model NAME key=value…``; without an argument it lists the models on this machine."""
     if not argument:
         await chat.models.show_all()
         return
@@ -222,7 +222,7 @@ async def choose(chat: ChatController, argument: str) -> None:
 
 
 async def plan(chat: ChatController, argument: str) -> None:
-    """``/plan NAME context=N``; alone for the model in use."""
+    """``/plan NAME context=N``; without a name for the model in use."""
     words = split_words(argument)
     name = words.pop(0) if words and "=" not in words[0] else ""
     options = parse_assignments(words)
@@ -238,7 +238,7 @@ async def show_profile(chat: ChatController, argument: str) -> None:
 
 
 async def think(chat: ChatController, argument: str) -> None:
-    """``/think on``, ``off`` or an effort such as ``low``; ``auto`` leaves it to the model; no argument: show it."""
+    """``/think on``, ``off``, an effort as ``low``, or ``auto``, the model's default; no argument shows it."""
     known = chat.state.info.template_variables if chat.state.info else ()
     wanted = {"on": "true", "off": "false"}.get(argument.lower())
     names = [name for name in (SWITCHES if wanted else (EFFORT,)) if name in known]
@@ -252,14 +252,14 @@ async def think(chat: ChatController, argument: str) -> None:
     if argument:
         chat.models.set_template_args((*others, *(f"{name}={wanted or argument}" for name in names[:1])))
     else:
-        _tell_template(chat)
+        _show_template(chat)
 
 
 async def template(chat: ChatController, argument: str) -> None:
-    """``/template KEY=VALUE…``, where no value unsets one; a FILE in place of the model's own, or ``own``."""
+    """``/template KEY=VALUE…``, where no value unsets KEY, ``FILE`` or ``own``; no argument shows it."""
     words = split_words(argument)
     if not words:
-        _tell_template(chat)
+        _show_template(chat)
     elif "=" in words[0]:
         given = dict(one.partition("=")[::2] for one in (*chat.models.in_use.template_args, *words))
         chat.models.set_template_args([f"{name}={value}" for name, value in given.items() if value])
@@ -269,7 +269,7 @@ async def template(chat: ChatController, argument: str) -> None:
         raise UsageError(f'/template "{argument}" is not valid.', hint="Use KEY=VALUE, a FILE or own.")
 
 
-def _tell_template(chat: ChatController) -> None:
+def _show_template(chat: ChatController) -> None:
     load, info = chat.models.in_use, chat.state.info
     known = ", ".join(info.template_variables) if info else ""
     source = load.chat_template or "the model's own"
@@ -280,7 +280,7 @@ def _tell_template(chat: ChatController) -> None:
 
 
 async def pin(chat: ChatController, argument: str) -> None:
-    """``/pin``: the message chosen in the transcript, else the last question; ``/pin N``, ``system`` or ``none``."""
+    """``/pin N``, ``system`` or ``none``; alone the message chosen in the transcript, else the last question."""
     if argument == "system":
         _pin_system(chat)
     elif argument == "none":

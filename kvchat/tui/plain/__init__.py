@@ -1,1 +1,1 @@
-"""The application line by line: for screen readers, pipes and terminals that can only print."""
+"""Line mode, for screen readers, pipes and terminals that can only print."""

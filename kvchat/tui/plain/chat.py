@@ -1,4 +1,4 @@
-"""``kvchat chat --plain``: questions and commands by lines, one after the other."""
+"""``kvchat chat --plain``: questions and commands are read line by line."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PROMPT = "> "
 NO_LINES = "Start kvchat in a terminal without --plain."
 WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D quits."
 INTERRUPTED = 130
-DETAILS = "lines"  # who watches them
+DETAILS = "lines"  # its name for ``DetailsWatch``
 REFUSED = {
     "theme": ("Line mode has no colors.", NO_LINES),
     "panels": ("Line mode has no panels.", "/details prints their figures."),
     "newest": ("Line mode does not scroll.", "The newest line is the last one printed."),
 }
-"""Why an action has no place here, by its id, and what there is in place of it."""
+"""By the id of an action: why line mode refuses it, and what to do."""
 
 
 def run(config: AppConfig) -> int:
-    """Chat on stdin and stdout until stdin ends; the exit code. No engine outlives it."""
+    """Chat on stdin and stdout until stdin ends and return the exit code; no engine outlives it."""
     return asyncio.run(_run(config))
 
 
@@ -63,9 +63,9 @@ async def _run(config: AppConfig) -> int:
 
 
 class PlainChat:
-    """One conversation after the other on lines. ``is_typed``: by a person at a terminal, who may interrupt.
+    """Conversations in line mode, ``is_typed`` by a person at a terminal or piped in.
 
-    What comes through a pipe waits for the answer before it; then the exit code says whether all went well.
+    A piped line waits for the answer before it, and the exit code is 1 after any error.
     """
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
@@ -77,7 +77,7 @@ class PlainChat:
         self._is_typed = is_typed
         self._settings = SettingsEditor(config, self.chat, None)
         self._left = asyncio.Event()
-        self._is_taking = self._is_quit_armed = False
+        self._is_executing = self._is_quit_armed = False
         self._exit_code: int | None = None
         self._own: Mapping[str, Callable[[str], Awaitable[None]]] = {
             "help": self._help,
@@ -91,7 +91,7 @@ class PlainChat:
         self._editor: external_editor.Editor | None = None
 
     async def run(self, reader: LineReader) -> int:
-        """Read, ask and answer until the lines end or the user leaves; the exit code."""
+        """Chat until the lines end or the user leaves, and return the exit code."""
         if self._is_typed:
             self._lines.line(WELCOME)
         for problem in self._config.problems:
@@ -120,43 +120,43 @@ class PlainChat:
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
 
-        async def play() -> None:  # to the end of the recording: nobody is there to play it again
+        async def play() -> None:  # to the end of the recording, which nobody can play again
             await self._until(lambda: self.chat.replay.is_over or self.chat.state.phase is Phase.DOWN)
             self._left.set()
 
         is_played = bool(self.chat.replay.name) and not self._is_typed
         playing = asyncio.create_task(play()) if is_played else None
-        waits = not self._is_typed and playing is None  # a recording asks by itself
+        waits = not self._is_typed and playing is None  # a recording has its own questions
         try:
-            async for line, piped in self._given(reader):
+            async for line, piped in self._lines_of(reader):
                 if waits:
-                    await self._until(self._is_through)
-                self._is_taking, self._is_quit_armed = True, False
-                await self._take(line, piped, reader.is_pasted)
-                self._is_taking = False
+                    await self._until(self._is_settled)
+                self._is_executing, self._is_quit_armed = True, False
+                await self._execute(line, piped, reader.is_pasted)
+                self._is_executing = False
                 self._lines.changed.set()
                 if self._left.is_set():
                     return
                 if waits:
-                    await self._until(self._is_through)
+                    await self._until(self._is_settled)
             if playing:
                 await playing
         finally:
-            for beside in filter(None, (asking, playing)):
-                beside.cancel()
+            for task in filter(None, (asking, playing)):
+                task.cancel()
 
-    async def _given(self, reader: LineReader) -> AsyncIterator[tuple[str, str]]:
-        """The question of the command line with what was piped in for it, and the lines that are typed or piped in."""
+    async def _lines_of(self, reader: LineReader) -> AsyncIterator[tuple[str, str]]:
+        """The question of the command line with the text piped in for it, then the lines typed or piped in."""
         if self._config.prompt:
             yield self._config.prompt, self._config.piped
         async for line in reader:
             self._lines.entered()
             yield line, ""
 
-    async def _take(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
-        """Run a command or ask a question about what was piped in; a refusal is a line.
+    async def _execute(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
+        """Run a command, or ask a question about the ``piped`` text; errors are shown.
 
-        A command waits behind questions that do, unless ``is_its_turn``.
+        A command waits behind queued questions, unless ``is_its_turn``.
         """
         if not line.strip():
             return
@@ -164,10 +164,10 @@ class PlainChat:
             if is_command(line) and not is_pasted:
                 await self._run_command(line.strip(), is_its_turn)
             elif not self._is_typed and self.chat.state.info is None:
-                self._lines.problem("Not asked: there is no model.")  # why is said; it would fail once more
+                self._lines.problem("Not asked: there is no model.")  # the reason was shown; loading would fail again
                 self._left.set()
             else:
-                asked = Part(line, is_typed=not is_pasted)  # what was piped in or pasted is literal
+                asked = Part(line, is_typed=not is_pasted)  # piped or pasted text is literal
                 parts = (Part(f"{piped}\n\n", is_typed=False), asked) if piped else (asked,)
                 await self.chat.ask(arguments.compose(parts, self.chat.state))
         except KvchatError as error:
@@ -177,7 +177,7 @@ class PlainChat:
         action, argument = parse_command(line)
         state, done = self.chat.state, self.view.switches
         if self.chat.has_to_wait(action.needs_model(argument), not is_its_turn and action.keeps_turn(argument)):
-            await self.chat.defer(line, partial(self._take, line, is_its_turn=True))
+            await self.chat.defer(line, partial(self._execute, line, is_its_turn=True))
             return
         before = deepcopy((state.wanted, state.pending))
         if action.run:
@@ -195,14 +195,14 @@ class PlainChat:
     def _is_idle(self) -> bool:
         return self.chat.state.phase in (Phase.READY, Phase.DOWN) and not self.chat.answers.queue.is_active
 
-    def _is_through(self) -> bool:
-        is_going_back = self.chat.mode_of_conversation.is_due and self.chat.state.phase is not Phase.DOWN
-        return self._is_idle() and not self.chat.models.is_working and not is_going_back
+    def _is_settled(self) -> bool:
+        is_switching = self.chat.mode_of_conversation.is_due and self.chat.state.phase is not Phase.DOWN
+        return self._is_idle() and not self.chat.models.is_working and not is_switching
 
     async def _ask_when_idle(self) -> None:
-        """Show the prompt whenever nothing is being said."""
+        """Show the prompt whenever no answer is in progress."""
         while True:
-            if self._is_idle() and not self._is_taking:
+            if self._is_idle() and not self._is_executing:
                 self._lines.ask()
             await self._change()
 
@@ -215,7 +215,7 @@ class PlainChat:
         await self._lines.changed.wait()
 
     def _interrupt(self) -> None:
-        """Stop the answer, else leave, a person when pressed twice; an editor that has the terminal gets the key."""
+        """Stop the answer, else leave, at a terminal only when pressed twice; an editor handles the key itself."""
         if self._editor is not None:
             return
         if self.chat.state.phase.busy and not self.chat.replay.name:
@@ -232,7 +232,7 @@ class PlainChat:
         if self._editor is not None:
             self._editor.terminate()
 
-    # ---- commands that the screen has in another way ---------------------------------------------
+    # ---- commands that are different on the screen ---------------------------------------------
 
     async def _help(self, argument: str) -> None:
         actions = [action for action in COMMANDS.values() if action.id not in REFUSED]
@@ -254,7 +254,7 @@ class PlainChat:
         self._say([*rows, "/open NUMBER continues one." if rows else "No conversation was found."])
 
     async def _show_details(self, argument: str) -> None:
-        """Print the figures of the panels; by layer and head as soon as the engine has sent them."""
+        """Request the details of layers and heads, and print them with the panels' figures."""
         if self.chat.state.snapshot is None or not self.chat.state.is_stored:
             raise UsageError("Nothing is stored yet.", hint="Ask something first.")
         self.view.take_details = self._print_details
@@ -276,7 +276,7 @@ class PlainChat:
         self._lines.line(f"Thoughts are {how}.")
 
     async def _edit(self, argument: str) -> None:
-        """Ask what was written in the user's own editor, which has the terminal meanwhile."""
+        """Send what was written in the user's own editor, which has the terminal meanwhile."""
         if not self._is_typed:
             raise UsageError("stdin is not a terminal.", hint="Send the question as a line.")
         if self.chat.state.phase.busy:
@@ -291,7 +291,7 @@ class PlainChat:
             self._editor = None
         if text.strip() and not self._left.is_set():
             self._lines.text(f"{YOU}{text}\n")
-            await self._take(text)
+            await self._execute(text)
 
     async def _stop(self, argument: str) -> None:
         self.chat.stop()
@@ -302,7 +302,7 @@ class PlainChat:
 
 
 def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
-    """All figures of the panels, a line for each row, then the details by layer, by time and of the GPU."""
+    """The panels' figures, a line for each row, then details by layer, fetch times and the GPU's last minutes."""
     shown = panel_rows.blocks(s, link_bytes_per_s)
     times = [
         (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
@@ -315,7 +315,7 @@ def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_
         *_block(f"{panel_rows.READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
         *_block(f"{panel_rows.HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
         *_block(panel_rows.FETCH_TIMES, times),
-        *_block("GPU in the last minutes", _course(moments, details)),
+        *_block("GPU in the last minutes", _gpu_rows(moments, details)),
     ]
 
 
@@ -326,7 +326,7 @@ def _block(title: str, rows: panel_rows.Rows) -> Iterator[str]:
 
 
 def _by_layer(counts: Sequence[Sequence[int]]) -> panel_rows.Rows:
-    """The tokens of each KV head; one number where all heads have as many."""
+    """The tokens of each KV head of a layer; one number if all are equal."""
     return [
         (f"layer {layer}", f"{count(heads[0])} in each head" if len(set(heads)) == 1 else ", ".join(map(count, heads)))
         for layer, heads in enumerate(counts)
@@ -334,8 +334,8 @@ def _by_layer(counts: Sequence[Sequence[int]]) -> panel_rows.Rows:
     ]
 
 
-def _course(moments: Iterable[Moment], details: Details) -> panel_rows.Rows:
-    """From the least to the most; the traffic as it is now."""
+def _gpu_rows(moments: Iterable[Moment], details: Details) -> panel_rows.Rows:
+    """The range of load and power, and the current PCIe traffic."""
     readings = list(moments)
     load = [one.utilization for one in readings if one.utilization is not None]
     power = [one.power for one in readings if one.power is not None]

@@ -1,4 +1,4 @@
-"""The chat as lines: what the controller shows, printed in the order in which it happens."""
+"""The view of line mode, which prints everything as it happens, and the reading and writing of lines."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from kvchat.units import count, size
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
 YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a wait that takes longer is explained
-AT_ONCE_S = 0.02  # a terminal hands on the lines of a paste one by one, faster than anybody types
-LONGEST = 2**23  # characters of a line: more than any model reads; a device may never end one
-CONTINUED = "\\"  # at the end of a line: the question goes on in the next one
+AT_ONCE_S = 0.02  # a terminal delivers the lines of a paste one by one, faster than anybody types
+LONGEST = 2**23  # characters of a line, more than any model reads; some devices never end one
+CONTINUED = "\\"  # at the end of a line that the next one continues
 _LINE_END = re.compile(r"(?<!\\)\n")
-# What a screen reader spells out, and terminals without Unicode lack, in kvchat's own lines.
+# Signs in kvchat's own lines that screen readers spell out and terminals without Unicode lack, and their replacements.
 SPOKEN = {" · ": ", ", " → ": " to ", " -> ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
 
 
 class PlainQuestion:
-    """A question; printed where the terminal does not show what is typed."""
+    """A question."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def send(self, message: Message, footer: str) -> None:
-        """Nothing changes in a line that is printed."""
+        """Do nothing: printed lines stay."""
 
     async def remove(self) -> None:
         """Do nothing: printed lines stay."""
 
 
 class PlainAnswer:
-    """An answer, printed as it comes; where it ``folds``, a thought between its tags is a line that says its length."""
+    """An answer, printed as it comes; if it ``folds``, a line with its length replaces a thought."""
 
     def __init__(self, lines: LineWriter, folds: bool = False) -> None:
         self.text = ""
         self.thought = ""
         self._lines = lines
         self._folds = folds
-        self._printed = 0  # characters of what is to be printed
-        self._is_thought_told = False
-        self._notes: list[tuple[int, str]] = []  # behind so many characters of what is printed, or more
+        self._printed = 0  # characters of the unfolded text
+        self._is_thought_noted = False
+        self._notes: list[tuple[int, str]] = []  # lines to print after so many characters, or more
         self.is_over = False
         self._ending: str | None = None
-        self._told = monotonic()
+        self._last_wait = monotonic()
 
     def wait(self, words: str) -> None:
-        """Say now and then what the engine does before the first word."""
-        if monotonic() - self._told > PATIENCE_S:
-            self._told = monotonic()
+        """Print what the engine does before the first word, at most every ``PATIENCE_S``."""
+        if monotonic() - self._last_wait > PATIENCE_S:
+            self._last_wait = monotonic()
             self._lines.line(words)
 
     def resume(self, message: Message) -> None:
@@ -81,32 +81,31 @@ class PlainAnswer:
         self._print()
 
     async def withdraw(self, chars: int) -> str:
-        """Forget the last ``chars`` characters; the note that follows says which."""
+        """Forget the last ``chars`` characters; the controller's note says which."""
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
         self._printed = min(self._printed, len(unfolded(self.text, self._folds, self.thought)[1]))
         return withdrawn
 
     def note(self, line: str) -> None:
-        """Print a line of its own as soon as the sentence that is being said is over."""
+        """Print a line on its own, after the current sentence."""
         if self._printed:
             self._notes.append((self._printed, line))
         else:
             self._lines.line(line)
 
-    def take_note_back(self, line: str) -> None:
-        """Do not print a line that has not been printed yet."""
+    def drop_note(self, line: str) -> None:
+        """Drop a line that is not printed yet."""
         self._notes = [note for note in self._notes if note[1] != line]
 
     def _print(self) -> None:
-        """Print what has come since, and once how long the thought before it is."""
+        """Print the new text, and once the length of the thought before it."""
         thought, said = unfolded(self.text, self._folds, self.thought, self._ending)
-        if thought and (said or self._ending is not None) and not self._is_thought_told:
-            self._is_thought_told = True
+        if thought and (said or self._ending is not None) and not self._is_thought_noted:
+            self._is_thought_noted = True
             self._lines.line(f"[{described(thought)}]")
         if said and not self._printed:
             self._lines.text(MODEL)
-        # Behind the sentence that is being said there.
         while self._notes and (found := _SENTENCE_END.search(said, max(self._notes[0][0] - 1, 0))):
             self._print_up_to(said, found.end())
             self._lines.line(self._notes.pop(0)[1])
@@ -128,34 +127,34 @@ class PlainAnswer:
         self.is_over = True
 
     async def remove(self) -> None:
-        """Printed lines stay."""
+        """Count it as over; printed lines stay."""
         self.is_over = True
 
 
 def unfolded(text: str, folds: bool, end: str, ending: str | None = None) -> tuple[str, str]:
-    """The thought that is left out, "" where it is not to be, and what is printed; else as ``thoughts.split``."""
+    """The thought to leave out (empty unless ``folds``) and the text to print, as ``thoughts.split``."""
     return thoughts.split(text, end, ending) if folds else ("", text)
 
 
 def described(thought: str) -> str:
-    """``thought, 120 words``: the line in place of a thought."""
+    """The line that replaces a thought: ``thought, 120 words``."""
     return thoughts.summarize(thought, is_open=False).lstrip("▸ ")
 
 
 class PlainSwitch(SwitchLine):
-    """A switch; the line is printed when it comes, without speeds."""
+    """A switch; its line is printed when it happens, without speeds."""
 
     def __init__(self, switched: Switched, speed: float | None, answer: PlainAnswer | None) -> None:
         super().__init__(switched, speed)
         self._answer = answer
 
     async def remove(self) -> None:
-        """Print it no more; printed lines stay."""
+        """Drop its line unless it is printed."""
         if self._answer is not None:
-            self._answer.take_note_back(noted(self.switched))
+            self._answer.drop_note(noted(self.switched))
 
     def show_line(self) -> None:
-        """Nothing is added to a line that is printed."""
+        """Do nothing: printed lines stay."""
 
 
 def noted(switched: Switched) -> str:
@@ -163,7 +162,7 @@ def noted(switched: Switched) -> str:
 
 
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
-    """``full: answer 42, ✓ found, read 100 %``; what has no meaning is left out."""
+    """``full: answer 42, ✓ found, read 100 %``; empty cells are left out."""
     cells = [f"{heading} {cell}".strip() for heading, cell in zip(headings[1:], row[1:], strict=True)]
     filled = [cell for cell, value in zip(cells, row[1:], strict=True) if value not in ("", NOTHING)]
     return f"{row[0]}: {', '.join(filled)}"
@@ -172,9 +171,9 @@ def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
 class PlainView:
     """A ``ChatView`` of lines.
 
-    ``echoes`` prints the questions: a terminal shows them itself, a pipe does not. ``problems`` counts errors,
-    ``switches`` switches and errors: what a switch ends with. ``folds_thoughts`` leaves thoughts out, ``take_details``
-    gets the details that were asked for.
+    ``echoes`` prints the questions, which a terminal shows itself and a pipe does not. ``problems`` counts errors,
+    ``switches`` the possible results of a request to switch: switches and errors. ``folds_thoughts`` leaves thoughts
+    out. ``take_details`` is called with requested details.
     """
 
     chosen: str | None = None
@@ -193,7 +192,7 @@ class PlainView:
         self._echoes = echoes
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
-        """Print messages; those printed before stay."""
+        """Print messages; printed lines stay."""
         for message, footer in messages:
             folds = self.folds_thoughts and message.role == "assistant"
             thought, said = unfolded(message.marked_text, folds, message.thought, message.ending)
@@ -208,7 +207,7 @@ class PlainView:
         """Do nothing: printed lines stay."""
 
     async def add_question(self, text: str, queued: bool) -> PlainQuestion:
-        """Print a question that the terminal did not show."""
+        """Print the question unless the terminal shows it."""
         if self._echoes:
             self._lines.text(f"{YOU}{folded(text)}\n")
         return PlainQuestion(text)
@@ -221,12 +220,12 @@ class PlainView:
         return self._answer
 
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
-        """Print a switch; in the middle of an answer behind the sentence that is being said."""
+        """Print a switch, in an answer after the current sentence."""
         self.add_way_back(switched)
         return PlainSwitch(switched, speed, self._answer)
 
     def add_way_back(self, switched: Switched) -> None:
-        """Print a switch; the line of the one that it takes back is printed already."""
+        """Print a switch that undoes the last one, whose line may be printed already."""
         self.switches += 1
         if self._answer is not None and not self._answer.is_over:
             self._answer.note(noted(switched))
@@ -248,7 +247,7 @@ class PlainView:
         (self._lines.line if severity == "information" else self._lines.problem)(said)
 
     def log_event(self, text: str) -> None:
-        """Everything that matters is printed as it happens."""
+        """Do nothing: everything that matters is printed as it happens."""
 
     def show_state(self, state: ChatState) -> None:
         """Print that a model was loaded or a conversation begun."""
@@ -262,7 +261,7 @@ class PlainView:
             self._lines.line(f"{state.model_name} on {info.device}, context {count(info.context)}, {state.asked} mode.")
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
-        """Print badges that are new; figures that change ten times a second are no lines."""
+        """Print new badges, but no figures: they change ten times a second."""
         badges = {badge.partition(":")[0]: badge for badge in snapshot.badges} if snapshot else {}
         for name in badges.keys() - self._badges:
             self._lines.line(f"[{badges[name]}]")
@@ -273,13 +272,13 @@ class PlainView:
             self.take_details(details)
 
     def show_page_text(self, start: int, text: str) -> None:
-        """Only the ribbon asks for it."""
+        """Do nothing: only the ribbon requests it."""
 
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
-        """Only /chats lists them."""
+        """Do nothing: only /chats lists them."""
 
     def show_comparison(self, shown: RunningComparison) -> None:
-        """Print a comparison when it is over: each mode's figures, the verdict and the answers."""
+        """Print a finished comparison: each mode's figures, the verdict and the answers."""
         if (result := shown.result) is not None and shown.fact is not None:
             said = [*(_spoken(HEADINGS, row) for row in needle_rows(shown)), verdict(shown)]
         elif result is not None:
@@ -292,7 +291,7 @@ class PlainView:
             self._lines.line("\n".join(said))
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
-        """Say how questions that were held back are sent."""
+        """Print how to send questions that are held."""
         if waiting and is_held:
             self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear drops them.")
 
@@ -303,7 +302,7 @@ class PlainView:
         self._lines.line("/model NAME loads one; NAME may also be a path, a name on the hub or a server's address.")
 
     def restore_prompt(self, text: str) -> bool:
-        """Print a question that is given back, to be copied."""
+        """Print a question that was not sent, to be copied."""
         self._lines.text(f"{YOU}{text}\n")
         self._lines.line("[this question was not sent; type it again to change it]")
         return True
@@ -314,12 +313,12 @@ class PlainView:
 
 
 class LineReader:
-    """The questions and commands that arrive at a file descriptor; a line that ends with ``\\`` goes on in the next.
+    """The lines that arrive at a file descriptor; a line that ends with ``\\`` continues in the next.
 
-    Lines that a terminal delivers at once, which are not all commands, are one that ``is_pasted``: nothing in it acts.
+    Lines that a terminal delivers together, unless all are commands, are one literal text that ``is_pasted``.
 
     Raises:
-        UsageError: while it is read, a line of more than ``LONGEST`` characters.
+        UsageError: while iterating, a line is longer than ``LONGEST``.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -352,12 +351,12 @@ class LineReader:
             yield rest.replace(f"{CONTINUED}\n", "\n")
 
     async def _read(self) -> bytes:
-        """The next bytes, none at the end; the descriptor stays blocking, a terminal shares it with stdout."""
+        """The next bytes, none at the end; the descriptor stays blocking because a terminal shares it with stdout."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         try:
             loop.add_reader(self._descriptor, readable.set)
-        except PermissionError:  # a plain file is always readable, and others want to run too
+        except PermissionError:  # a plain file, always readable; other tasks need their turn
             await asyncio.sleep(0)
             return os.read(self._descriptor, 2**16)
         try:
@@ -368,9 +367,9 @@ class LineReader:
 
 
 class LineWriter:
-    """Writes lines and running text; ``prompt`` is shown where a line can be typed, "" for none.
+    """Writes lines and running text, and ``prompt`` (which may be empty) when a line can be typed.
 
-    ``changed`` is set whenever something was written or typed, or whoever writes has reached another state.
+    ``changed`` is set whenever a line was written or executed, or the chat's state has changed.
     """
 
     def __init__(self, out: TextIO, errors: TextIO, prompt: str = "") -> None:
@@ -382,11 +381,11 @@ class LineWriter:
         self._is_prompted = False
 
     def line(self, text: str) -> None:
-        """Write kvchat's own words, in lines of their own."""
+        """Write kvchat's own words, on new lines."""
         self._write(self._out, text)
 
     def problem(self, text: str) -> None:
-        """Write what went wrong, in lines of their own, to stderr."""
+        """Write a problem to stderr, on new lines."""
         self._write(self._errors, text)
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -397,7 +396,7 @@ class LineWriter:
         self.changed.set()
 
     def text(self, text: str) -> None:
-        """Write text as it is said, going on in the line; control characters are marks."""
+        """Append text to the current line; control characters become marks."""
         if self._is_prompted:
             self.end()
         if text:
@@ -414,19 +413,19 @@ class LineWriter:
             self._is_line_begun = self._is_prompted = True
 
     def entered(self) -> None:
-        """A line was typed: the terminal is at the beginning of the next one."""
+        """Note that a line was typed: the terminal is at the beginning of the next one."""
         if self._prompt:
             self._is_line_begun = self._is_prompted = False
 
     def end(self) -> None:
-        """End the line that is begun, if there is one."""
+        """End the current line unless it is empty."""
         if self._is_line_begun:
             self._out.write("\n")
         self._is_line_begun = self._is_prompted = False
 
 
 def spoken(text: str) -> str:
-    """kvchat's words without the signs that only please the eye."""
+    """kvchat's words without signs that are only decoration."""
     for sign, words in SPOKEN.items():
         text = text.replace(sign, words)
     return "\n".join(line.strip("─ ") if "─" in line else line for line in text.split("\n"))

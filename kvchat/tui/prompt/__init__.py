@@ -1,1 +1,1 @@
-"""A question before it is sent: history, files mentioned, commands and values offered, an editor."""
+"""Writing a question: history, mentioned files, suggestions for commands and values, an editor."""

@@ -1,4 +1,4 @@
-"""Arguments of slash commands: as words and values, offered while they are typed, and what they change."""
+"""Arguments of slash commands: parsing, suggestions while they are typed, and changes of sampling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def themes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
 
 
 Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
-"""Given the words of the argument before the one being typed, everything that may stand in its place."""
+"""From the words before the one being typed: the suggestions for it."""
 
 
 def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
@@ -56,7 +56,7 @@ def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
 
 
 def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/set``: a parameter of the sampling or the mode with its current value, then what it takes."""
+    """``/set``: a parameter of the sampling or the mode, then its values."""
     if not words:
         for name, field in parameters(now.state):
             yield _parameter(f"{name} ", name, current(now.state, name), field)
@@ -64,20 +64,20 @@ def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestio
     for name, field in parameters(now.state):
         if name == words[0] and len(words) == 1:
             value = current(now.state, name)
-            present_one = () if value in (None, ()) else (shown(value),)
-            for text in choices(field) or present_one:
+            present = () if value in (None, ()) else (shown(value),)
+            for text in choices(field) or present:
                 yield Suggestion(text, text, "", text == shown(value))
 
 
 def presets(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/preset``: those there are, and to keep one."""
+    """``/preset``: the saved ones, and saving one."""
     if not words:
         yield from (Suggestion(name, name) for name in preset_names())
         yield Suggestion("save ", "save NAME", "save the system prompt, sampling and mode")
 
 
 def tokens(name: str) -> Values:
-    """``/budget`` and its like: the current value."""
+    """``/budget`` and the like: the current value."""
 
     def value(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
         text = shown(now.state.params.get(name))
@@ -98,7 +98,7 @@ def one_of(*choices: str) -> Values:
 
 
 def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
-    """Everything that ``/set`` changes with its field: the sampling, then the current mode's parameters."""
+    """Names and fields of what ``/set`` changes: the sampling, then the current mode's parameters."""
     yield from SamplingSettings.model_fields.items()
     yield from state.parameters.items()
 
@@ -113,7 +113,7 @@ def current(state: ChatState, name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed; None is chosen by kvchat."""
+    """A value as typed; None, which kvchat chooses, is ``auto``."""
     if value is None or value == ():
         return "auto" if value is None else "none"
     if isinstance(value, tuple):
@@ -122,7 +122,7 @@ def shown(value: Any) -> str:
 
 
 def in_words(state: ChatState, name: str) -> str:
-    """The value in force as people read it: what is left to the model with the model's own value, or to a server."""
+    """The value in force for people: a default temperature with the model's value, or ``the server's``."""
     text = shown(current(state, name))
     if state.is_served and name != "max_new_tokens" and current(state, name) == getattr(Sampling(), name, None):
         return "the server's"
@@ -130,7 +130,7 @@ def in_words(state: ChatState, name: str) -> str:
 
 
 def describe(state: ChatState) -> str:
-    """All values that ``/set`` changes, a line each, with what they take."""
+    """A line for each value that ``/set`` changes, with the values allowed."""
     rows = [(name, in_words(state, name), expected(field)) for name, field in parameters(state)]
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name:<{names}}  {value:<{values}}  {takes}" for name, value, takes in rows)
@@ -162,7 +162,7 @@ def parse_assignments(words: list[str]) -> Params:
 
 
 def parse_literal(text: str) -> int | float | bool | str:
-    """Parse a number or a truth value; any other text stays as it is."""
+    """Parse a number or a boolean; any other text is returned unchanged."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -172,8 +172,12 @@ def parse_literal(text: str) -> int | float | bool | str:
 
 
 def change(sampling: Sampling, key: str, value: str) -> Sampling:
-    """``sampling`` with one parameter changed; ``none`` clears the seed, the stop strings and the temperature,
-    which is the model's own then.
+    """``sampling`` with one parameter changed.
+
+    ``none`` clears the seed, the stop strings or the temperature, which is then the model's own.
+
+    Raises:
+        UsageError: there is no such parameter, or the value is invalid.
     """
     check_known(key, NAMES, "sampling parameter")
     return checked_sampling(sampling, **{key: _value(sampling, key, value)})
@@ -189,14 +193,14 @@ def describe_sampling(sampling: Sampling) -> str:
 
 
 def _value(sampling: Sampling, key: str, text: str) -> Any:
-    """A stop string is added to those there are; ``\\n`` in it is a newline."""
+    """The new value; a stop string is appended, with ``\\n`` as a newline."""
     if key == "stop":
         return () if text.lower() == "none" else (*sampling.stop, text.replace("\\n", "\n"))
     return None if key in ("seed", "temperature") and text.lower() in ("none", "auto") else text
 
 
 def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
-    """The question with the files that it mentions; a text in place of an answer is taken as it is.
+    """The question with the files that it mentions; a text that replaces an answer stays as it is.
 
     Raises:
         KvchatError: a file cannot be sent.

@@ -1,4 +1,4 @@
-"""A text in the user's own editor."""
+"""Editing a text in the user's own editor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ LEFT_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -> str:
-    """``text`` as the editor left it; it blocks until the editor ends, which has the terminal meanwhile.
+    """Run the editor, which has the terminal until it ends, and return ``text`` as edited.
 
-    The text lies in a file of mode 0600 that is removed afterwards. ``started`` gets the editor's process.
+    The text is in a file of mode 0600, removed afterwards. ``started`` is called with the editor's process.
+
+    Raises:
+        UsageError: there is no editor, it failed, or it left bytes that are not UTF-8.
     """
     command = _command()
     descriptor, name = tempfile.mkstemp(prefix="kvchat-", suffix=".md")
@@ -55,10 +58,10 @@ def _refusal(title: str) -> UsageError:
 
 
 async def edit_suspended(app: App[None], text: str) -> str:
-    """``edit`` while the application leaves the terminal alone; an answer in progress goes on, nothing is drawn."""
+    """``edit`` without drawing on the terminal; an answer in progress continues."""
     try:
         with app.suspend(), app.batch_update(), _signals_passed_on() as started:
-            # An error would not let Textual take the terminal back.
+            # Returned, because an error raised here would keep Textual from taking the terminal back.
             edited = (await asyncio.gather(asyncio.to_thread(edit, text, started), return_exceptions=True))[0]
     except SuspendNotSupported:
         raise UsageError("No editor can run in this terminal.", hint="Write in the prompt.") from None
@@ -69,7 +72,7 @@ async def edit_suspended(app: App[None], text: str) -> str:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[Callable[[Editor], object]]:
-    """Pass signals that end the application on to the editor; Ctrl+C is meant for the editor, which gets it anyway.
+    """Pass signals that end the application to the editor too, and ignore Ctrl+C, which the editor gets anyway.
 
     Only in the main thread. Call the yielded function with the editor's process.
     """

@@ -15,14 +15,14 @@ from kvchat.tui.prompt.mentions import Part
 
 MAX_CHARACTERS = 64 * 1024
 MAX_BYTES = 2**20
-BYTES_PER_TOKEN = 4.0  # of UTF-8, in most scripts; until the conversation tells better
-ENOUGH = 64  # generated tokens from which on it does
+BYTES_PER_TOKEN = 4.0  # of UTF-8 in most scripts, until the conversation has a better mean
+ENOUGH = 64  # generated tokens for one
 
 
 class PromptHistory:
-    """Walked with ``older`` and ``newer``; the text being written is the newest entry and is never lost.
+    """Earlier prompts, walked with ``older`` and ``newer``; the text being written is the newest entry.
 
-    The file is read when it is first needed. Beyond ``MAX_BYTES`` it is cut to half of that, the newest entries.
+    The file is read when it is first needed. A file larger than ``MAX_BYTES`` is cut to the newest half.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -35,7 +35,7 @@ class PromptHistory:
         return _load(self.path, MAX_BYTES) if self.path else []
 
     def add(self, text: str) -> None:
-        """Remember a sent prompt; a repeat of the last one and what is longer than 64 KiB are not kept.
+        """Remember a sent prompt, unless it repeats the last one or is longer than 64 KiB.
 
         Raises:
             OSError: the file cannot be written; the prompt is remembered in memory.
@@ -47,7 +47,7 @@ class PromptHistory:
                 _save(self.path, text)
 
     def older(self, current: str) -> str | None:
-        """The entry before the one shown, None at the oldest."""
+        """The entry before the one shown; None at the oldest."""
         if self._steps_back == len(self.entries):
             return None
         if self._steps_back == 0:
@@ -56,7 +56,7 @@ class PromptHistory:
         return self.entries[-self._steps_back]
 
     def newer(self) -> str | None:
-        """The entry after the one shown, at last the draft; None there."""
+        """The entry after the one shown; the last is the draft, and None follows it."""
         if self._steps_back == 0:
             return None
         self._steps_back -= 1
@@ -74,14 +74,14 @@ def _line(text: str) -> bytes:
 
 
 def _load(path: Path, size: int) -> list[str]:
-    """The entries in the file's last ``size`` bytes; unreadable lines and files count as none."""
+    """The entries in the file's last ``size`` bytes; unreadable lines and files are ignored."""
     if not path.is_file():
         return []
     try:
         with path.open("rb") as file:
             start = max(file.seek(0, 2) - size, 0)
             file.seek(start)
-            lines = file.read().split(b"\n")[:-1]  # not splitlines: JSON leaves U+2028 and others as they are
+            lines = file.read().split(b"\n")[:-1]  # not splitlines: JSON does not escape U+2028 and others
     except OSError:
         return []
     return [entry for entry in map(_entry, lines[1:] if start else lines) if entry]
@@ -96,7 +96,7 @@ def _entry(line: bytes) -> str:
 
 
 def bytes_per_token(path: Iterable[Message]) -> float:
-    """Bytes of UTF-8 in a token of this model's, by the answers of a path."""
+    """UTF-8 bytes in a token, on average over the answers of a path."""
     answers = [message for message in path if message.stats and message.stats.generated_tokens and message.text]
     tokens = sum(message.stats.generated_tokens for message in answers if message.stats)
     if tokens < ENOUGH:
@@ -105,7 +105,7 @@ def bytes_per_token(path: Iterable[Message]) -> float:
 
 
 def estimate(parts: Iterable[Part], per_token: float) -> int:
-    """Tokens of a question with the files that it mentions; looks for these on the disk."""
+    """About how many tokens a question has, with the files that it mentions; asks the disk for their sizes."""
     size = 0
     for part in parts:
         size += len(part.text.encode("utf-8", "replace"))
@@ -114,6 +114,6 @@ def estimate(parts: Iterable[Part], per_token: float) -> int:
 
 
 def _size(name: str) -> int:
-    """Bytes of a file, 0 where there is none."""
+    """Bytes of a file, 0 without one."""
     path = os.path.expanduser(name)
     return os.path.getsize(path) if os.path.isfile(path) else 0

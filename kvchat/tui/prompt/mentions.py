@@ -24,17 +24,17 @@ from kvchat.units import size
 OFFERED = 50
 MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]\S*))""")
 _BEGUN = re.compile(r"""(?<!\S)@(?:"([^"\n]*)|([^\s"]*))$""")
-_PLAIN_PATH = re.compile(r"(~|\.{0,2}/)|.*\.\w{1,4}$")  # a decorator such as @app.route is none
+_PLAIN_PATH = re.compile(r"(~|\.{0,2}/)|.*\.\w{1,4}$")  # unlike a decorator such as @app.route
 PUNCTUATION = ".,;:!?)]}'"
-FRESH_S = 2.0  # what was read longer ago is read again
+FRESH_S = 2.0  # then a folder is read again
 REMEMBERED = 16
 MAX_ENTRIES = 20_000
-MAX_WITH_BELOW, MAX_DEPTH, WALK_S = 5_000, 6, 0.5  # names are matched at each key, so that few milliseconds are left
+MAX_WITH_BELOW, MAX_DEPTH, WALK_S = 5_000, 6, 0.5  # all names are matched at each key, within milliseconds
 SKIPPED = ("node_modules", "__pycache__")
 
 
 class Part(NamedTuple):
-    """A part of a question as it was written; what was pasted is literal, ``@`` in it is text."""
+    """A part of a question; unless it ``is_typed``, ``@`` in it is text."""
 
     text: str
     is_typed: bool = True
@@ -47,12 +47,12 @@ def mentioned(text: str) -> list[str]:
 
 
 def attach(parts: Iterable[Part], limit: int) -> str:
-    """The text to send: the files that the typed parts mention, together at most ``limit`` bytes, then what is written.
+    """The text to send: the files that typed parts mention, together at most ``limit`` bytes, then the question.
 
-    Where a file was mentioned its name is written; the names alone are left out.
+    In the question a mention becomes the file's name; a question of mentions only is left out.
 
     Raises:
-        KvchatError: a file does not exist, cannot be read, is no text or too large.
+        KvchatError: a file does not exist, cannot be read, is not text or is too large.
     """
     files: dict[str, str] = {}
     written, rest = "", ""
@@ -61,7 +61,7 @@ def attach(parts: Iterable[Part], limit: int) -> str:
         escaped, quoted, bare = found.groups()
         name, after = (quoted, "") if quoted else _split_punctuation(bare)
         if escaped:
-            with suppress(UsageError):  # what would be refused is a mention too
+            with suppress(UsageError):  # an error means that it looks like a mention
                 return found[0][_is_file(name, bool(quoted)) :]
             return found[0][1:]
         if not _is_file(name, bool(quoted)):
@@ -79,18 +79,18 @@ def attach(parts: Iterable[Part], limit: int) -> str:
 
 
 def mention(path: str) -> str:
-    """The mention of a file, in quotes where its path needs them."""
+    """The mention of a file, in quotes if its path needs them."""
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
 
 
 def offer(before: str, entries: Entries) -> Offer | None:
-    """The files and folders that the mention at the end of ``before`` may mean; None where there is none."""
+    """Suggestions for the mention at the end of ``before``; None if there is no mention."""
     begun = _BEGUN.search(before)
     if begun is None:
         return None
     typed = begun[1] if begun[1] is not None else begun[2]
     found = []
-    for path, label, doc, _ in matching(typed, entries):  # a file's mention ends with a space, that of a folder goes on
+    for path, label, doc, _ in matching(typed, entries):  # a file ends its mention with a space, a folder does not
         text = mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
         if text.rstrip() != begun[0]:
             found.append(Suggestion(text, label, doc))
@@ -98,7 +98,7 @@ def offer(before: str, entries: Entries) -> Offer | None:
 
 
 def matching(typed: str, entries: Entries) -> list[Suggestion]:
-    """Paths that ``typed`` may become: entries of its folder and below, by how well their names fit the rest.
+    """Suggested paths for ``typed``, from its folder and below; the best matches of its last part come first.
 
     A folder's path ends in a slash.
     """
@@ -109,10 +109,9 @@ def matching(typed: str, entries: Entries) -> list[Suggestion]:
 
 
 def _rank(path: str, begun: str) -> int | None:
-    """Rank of a path: its name begins so, contains it, or all letters come in this order; None where it does not fit.
+    """0 if the name starts with ``begun``, 1 if it contains it, 2 if the path has its letters in order, else None.
 
-    Hidden files are offered to those who type the dot, what lies below to those who type a letter; a name that cannot
-    be typed is never offered.
+    Hidden files need a typed dot, files in folders below a typed letter; a name that cannot be typed never matches.
     """
     name, wanted = path.rpartition("/")[2].lower(), begun.lower()
     if not path.isprintable() or '"' in path:
@@ -137,7 +136,7 @@ def _suggest(folder: str, entry: Entry) -> Suggestion:
 
 
 def _split_punctuation(name: str) -> tuple[str, str]:
-    """A sentence may end after a mention: its punctuation is no part of a file's name."""
+    """A mentioned name without the sentence's punctuation after it, and the punctuation."""
     bare = name.rstrip(PUNCTUATION)
     if not bare or _exists(name):
         return name, ""
@@ -145,7 +144,11 @@ def _split_punctuation(name: str) -> tuple[str, str]:
 
 
 def _is_file(name: str, is_quoted: bool) -> bool:
-    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator."""
+    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator.
+
+    Raises:
+        UsageError: it looks like a path or like the name of a file, but does not exist.
+    """
     if _exists(name):
         return True
     path = Path(os.path.expanduser(name))
@@ -164,9 +167,9 @@ def _exists(name: str) -> bool:
 
 
 class Entry(NamedTuple):
-    """A file or folder by its name, or by its path where it lies below the folder that was read.
+    """A file or folder, named relative to the folder that was read.
 
-    ``size`` is in bytes, None of a folder and where it cannot be read.
+    ``size`` is in bytes; None for a folder and if unknown.
     """
 
     name: str
@@ -175,11 +178,11 @@ class Entry(NamedTuple):
 
 
 Entries = Callable[[str], Sequence[Entry]]
-"""Given a path as it is typed, "" for the current folder, what lies there; nothing where that cannot be read."""
+"""Lists the folder at a path as typed, "" for the current one; nothing if it cannot be read."""
 
 
 def read(folder: str) -> tuple[Entry, ...]:
-    """The entries of a folder now; in the current folder also those further below, the nearest first."""
+    """The entries of a folder; below the current folder also those of its folders, the nearest first."""
     found = _entries(folder)
     if not folder.startswith(("/", "~", "..")):
         _add_below(folder, found)
@@ -195,7 +198,7 @@ def _entries(folder: str, below: str = "") -> list[Entry]:
 
 
 def _add_below(folder: str, found: list[Entry]) -> None:
-    """Walk the folders in ``found``, which grows by what lies in them; none that is hidden or a link."""
+    """Append the entries of the folders in ``found``, and of those appended, except hidden ones and links."""
     until = time.monotonic() + WALK_S
     for entry in found:
         if len(found) >= MAX_WITH_BELOW or time.monotonic() > until:
@@ -217,7 +220,7 @@ def _entry(below: str, found: os.DirEntry[str]) -> Entry:
 
 
 class FolderReader:
-    """Knows what lay in folders when they were read last; ``changed`` is called when that has become something else."""
+    """Reads folders in the background and remembers them; ``changed`` is called when a folder has changed."""
 
     def __init__(self, changed: Callable[[], None], read: Entries = read) -> None:
         self._changed = changed
@@ -226,13 +229,13 @@ class FolderReader:
         self._reading: set[str] = set()
 
     def entries(self, folder: str) -> Sequence[Entry]:
-        """The known entries of a folder, at once; none as long as it has not been read."""
+        """The remembered entries of a folder, at once; none until it has been read."""
         entries, read_at = self._known.get(folder, ((), float("-inf")))
         if folder not in self._reading and time.monotonic() - read_at > FRESH_S:
             self._reading.add(folder)
-            # What is changed then is changed as by who asks now: Textual knows by the context whose widgets they are.
+            # In the caller's context, by which Textual knows the application whose widgets ``changed`` changes.
             back = partial(asyncio.get_running_loop().call_soon_threadsafe, context=copy_context())
-            # A daemon: a folder that never answers must not keep the application from ending.
+            # A daemon, so that a folder that never answers cannot keep the application from ending.
             threading.Thread(target=self._work, args=(folder, back), daemon=True).start()
         return entries
 
@@ -252,10 +255,7 @@ class FolderReader:
 
 
 class Suggestion(NamedTuple):
-    """``text`` takes the place of what is typed; ``label`` and ``doc`` are shown.
-
-    ``is_current`` marks what is in force.
-    """
+    """``text`` replaces the typed text; ``label`` and ``doc`` are shown; ``is_current`` marks the value in force."""
 
     text: str
     label: str
@@ -264,9 +264,9 @@ class Suggestion(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """``typed`` is the end of the text before the cursor that a suggestion replaces; ``usage`` tells what is expected.
+    """Suggestions for ``typed``, the end of the text before the cursor; ``usage`` says what is expected.
 
-    Tab takes a suggestion; Enter does so where ``takes_by_enter``, else only one chosen by the arrows.
+    Tab accepts a suggestion; Enter accepts one chosen by the arrows, or with ``takes_by_enter`` also the first.
     """
 
     typed: str
