@@ -147,16 +147,14 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
     The first two continue an answer that ``is_cut_off``; otherwise its question is back in the prompt.
     """
     after = ("/continue",) if is_cut_off else ()
-    goes_on = " and go on" if is_cut_off else ", then ask again"
+    then = " and continue" if is_cut_off else ", then ask again"
     found, budget = [], state.params.get("budget")
     if isinstance(budget, int):
         with suppress(UsageError):  # the mode needs more than half
             modes.parse(state.mode, {**state.params, "budget": budget // 2})
-            found.append(Remedy(f"halve the budget{goes_on}", (f"/budget {budget // 2}", *after)))
+            found.append(Remedy(f"halve the budget{then}", (f"/budget {budget // 2}", *after)))
     if state.mode != modes.HOLDS_LEAST:
-        found.append(
-            Remedy(f"use the mode that needs the least memory{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after))
-        )
+        found.append(Remedy(f"use the mode that needs the least memory{then}", (f"/mode {modes.HOLDS_LEAST}", *after)))
     return (*found, Remedy("unload the model to free its memory", ("/unload",)))
 
 

@@ -67,7 +67,7 @@ class Chat:
         await self.controller.ask(text)
 
     async def engine_ended(self) -> None:
-        """Wait for the end of an engine that is replaced or unloaded, for which nothing else waits."""
+        """Wait for the end of an engine that is replaced or unloaded."""
         await asyncio.gather(*self.controller._background)
 
     @property

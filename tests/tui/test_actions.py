@@ -1,4 +1,4 @@
-"""The one table of actions: complete, unambiguous, and shown with the keys in force."""
+"""The table of actions is complete and unambiguous, and is shown with the keys in force."""
 
 from dataclasses import replace
 
@@ -168,7 +168,7 @@ async def test_a_refusal_is_a_toast_and_what_has_only_a_key_acts_from_the_palett
 
 
 class FakeScreen:
-    """A chat of which only the names are asked."""
+    """A chat with names only."""
 
     begin_command = run_command = run_keyed = run_worker = print
 

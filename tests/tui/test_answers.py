@@ -1,4 +1,4 @@
-"""The answer in progress: kept when there is text, given back when there is none."""
+"""The answer in progress: its text is kept; without text the question returns to the prompt."""
 
 from functools import partial
 

@@ -100,7 +100,7 @@ async def test_the_mouse_on_what_has_just_been_removed_ends_nothing(running):
 
 
 def shown(app, kind: type[Widget]) -> list[Widget]:
-    """The widgets of a kind that the last layout put on the screen, from the top on."""
+    """The widgets of a kind on the screen since the last layout, from top to bottom."""
     return [widget for widget in app.chat._compositor.visible_widgets if isinstance(widget, kind)]
 
 
@@ -181,7 +181,7 @@ async def test_control_characters_and_markup_of_a_widget_or_a_toast_are_text(run
 
 @pytest.fixture
 def pyperclip(monkeypatch):
-    """Pretend that pyperclip is there; the list holds what was copied, an exception put into it is raised."""
+    """A fake pyperclip; the list holds the copied texts, and an exception put into it is raised."""
     module, copied = ModuleType("pyperclip"), []
 
     def copy(text):

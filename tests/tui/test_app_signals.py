@@ -1,4 +1,4 @@
-"""However the application is ended the terminal is given back, and no engine is left.
+"""However the application ends, the terminal is restored and no engine is left.
 
 ``KVCHAT_TEST_SIGNALS=100`` sends so many at random moments; ``.ci/long`` does.
 """
@@ -31,7 +31,7 @@ RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x
 
 
 def kept(written: bytes) -> list[bytes]:
-    """What was not switched off last."""
+    """The terminal modes that are still on."""
     switched_on = {off: off[:-1] + (b"l" if off.endswith(b"h") else b"h") for off in RESTORED}
     return [off for off, on in switched_on.items() if written.rfind(off) <= written.rfind(on)]
 
@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterator[PtyRun]:
-    """The application as a shell starts it, but for the signals that it does not hear."""
+    """The application as a shell starts it, except for the signals that it ignores."""
     heard_by_all = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
     ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(unheard, signal.SIG_IGN)
     before = {number: signal.signal(number, way) for number, way in ways.items()}
@@ -63,7 +63,7 @@ def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterat
 
 @pytest.fixture
 def started(tmp_path, request):
-    """The application; a test may name signals that it does not hear."""
+    """Starts the application; a test may name signals that it ignores."""
     with started_in(tmp_path, getattr(request, "param", ())) as run:
         yield run
 
@@ -122,7 +122,7 @@ def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_pa
 
 @pytest.mark.parametrize("started", [(), (signal.SIGHUP, signal.SIGTERM)], indirect=True, ids=["told", "hears nothing"])
 def test_a_terminal_that_vanishes_ends_application_and_engine(application, tmp_path):
-    """As a dropped SSH connection does; what the engine said until a second before is on disk."""
+    """A vanished terminal, as after a dropped SSH connection; all but the last second of the answer is on disk."""
     (engine,) = children(application.process.pid)
     application.type(b"slow\r")
     application.until("window moves")

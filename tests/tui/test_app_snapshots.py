@@ -1,4 +1,4 @@
-"""The screens as text at three sizes; ``--update-snapshots`` takes them as they are now for right.
+"""The screens as text at three sizes; ``--update-snapshots`` accepts them as they are now.
 
 No engine runs: its events are handled one after the other, so that nothing depends on a moment.
 """
@@ -47,11 +47,11 @@ from kvchat.tui.state import GpuHistory, Moment
 from kvchat.tui.widgets import panels
 from kvchat.tui.widgets.bars import ModeBar
 
-SETTLED_S = 5.0  # a screen that has been the same for so long is taken for right
+SETTLED_S = 5.0  # a screen that has not changed for so long is accepted
 
 
 def screen_text(app: App[None]) -> str:
-    """The rows of the screen, or of the box in front of it: how much shines through beside that is another matter."""
+    """The rows of the screen, or only of a box in front of it, because how the rest shines through does not matter."""
     region = app.size.region
     if isinstance(app.screen, ModalScreen):
         region = app.screen.children[0].region if app.screen.children else Region()
@@ -60,7 +60,7 @@ def screen_text(app: App[None]) -> str:
 
 
 async def difference(app: App[None], expected: Path, update: bool, patience_s: float = PATIENCE_S) -> str:
-    """Wait until the screen is as the file says; else how it differs when patience ends.
+    """Wait until the screen equals the file; return the difference if it does not in time.
 
     With ``update`` the settled screen is written to the file.
     """
@@ -104,7 +104,7 @@ STATS = Stats(
 
 
 class StillEngine(FakeClient):
-    """An engine's client behind which nothing happens."""
+    """A client without an engine."""
 
     def __init__(self, *given: object) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class StillEngine(FakeClient):
 
 @pytest.fixture
 def still(config, monkeypatch, request):
-    """The settings of an application without an engine, on no real machine; whether screens are taken for right."""
+    """Settings of an application without an engine or a real machine, and whether to accept the screens."""
     monkeypatch.setattr(application, "EngineClient", StillEngine)
     monkeypatch.setattr(panels, "time", SimpleNamespace(strftime=lambda form: "12:00:00"))
     monkeypatch.setattr(choosing.catalog, "find", lambda folders: FOUND)
@@ -193,7 +193,7 @@ async def found_conversations(text: str) -> list[Summary]:
 
 
 def history() -> GpuHistory:
-    """A minute of readings; what the snapshots bring comes too soon after it."""
+    """A minute of readings, so recent that the snapshots add none."""
     kept = GpuHistory(clock=lambda: 0.0)
     kept.note(Gpu("RTX 4070", 1), None)
     kept.moments.clear()
@@ -251,7 +251,7 @@ async def failed(app: KvchatApp) -> None:
 
 
 async def out_of_memory(app: KvchatApp) -> None:
-    """In the middle of an answer."""
+    """The chat in the middle of an answer."""
     chat = app.controller
     await chat.ask("Go on.")
     await chat.handle(Started(TOTAL, TOTAL - 20))
@@ -279,7 +279,7 @@ async def needle(app: KvchatApp) -> None:
 
 
 async def replayed(app: KvchatApp) -> None:
-    """As ``kvchat replay`` shows a recording that is over."""
+    """The end of a recording in ``kvchat replay``."""
     app.controller.replay.name = "demo.jsonl"
     app.chat.query_one(ModeBar).is_recording = True
     app.chat.refresh_bindings()

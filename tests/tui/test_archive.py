@@ -1,4 +1,4 @@
-"""The conversations on disk: saved as they are said, and never lost to a disk that fails."""
+"""Conversations are saved while they grow, and never lost when the disk fails."""
 
 import asyncio
 import os
@@ -104,7 +104,7 @@ async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
 
 @pytest.fixture
 def lock(tmp_path):
-    """Another program that writes to the database until it lets go."""
+    """Another program that locks the database."""
     ConversationStore(tmp_path / "chats.db").close()
     other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
@@ -162,7 +162,7 @@ async def test_a_database_on_a_full_disk_takes_all_once_there_is_room(archive, v
 
 @pytest.fixture
 def busy(archive):
-    """Whatever keeps the archive's thread busy, until the event is set."""
+    """Keeps the archive's thread busy until the event is set."""
     free = threading.Event()
     yield lambda: archive._thread.submit(free.wait, 60) and free
     free.set()
@@ -271,12 +271,12 @@ KILLS = int(os.environ.get("KVCHAT_KILLS", "1"))
 
 
 def engine_of(pid: int) -> int:
-    """The child of the application."""
+    """The application's child process."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def kill(folder: Path, victim: str, number: int) -> Loss:
-    """Kill in mid-answer, up to three seconds after its first words; what was lost."""
+    """Kill it in mid-answer, up to three seconds after the first words, and return what was lost."""
     folder.mkdir()
     ledger = folder / "ledger"
     environment = environ(TERM="xterm-256color", FAKE_LEDGER=str(ledger))

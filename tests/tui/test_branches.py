@@ -1,4 +1,4 @@
-"""Branches: questions edited and answered again, answers gone on with; what was said before stays."""
+"""Branches: questions are edited and answered again, answers continued; earlier messages stay."""
 
 from dataclasses import replace
 
@@ -251,7 +251,7 @@ async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(tal
 
 @pytest.fixture
 async def long_talk(talk):
-    """Three questions, the third of which is longer than may be pinned."""
+    """Three questions, the third too long to be pinned."""
     await talk.ask("three")
     stats = Stats(prompt_tokens=9_000, generated_tokens=1, total_tokens=9_001)
     await talk.controller.handle(Finished("eos", "3", stats))

@@ -1,4 +1,4 @@
-"""The application's door: whatever bytes an engine writes, they are events or end the engine with the reason."""
+"""Any bytes from an engine become events, or end the engine with a reason."""
 
 import asyncio
 import struct
@@ -21,7 +21,7 @@ EVENTS = get_args(Event)
 
 
 class Process:
-    """An engine that has written ``output`` and ends, as asyncio gives it."""
+    """An asyncio process of an engine that has written ``output`` and ends."""
 
     def __init__(self, output: bytes) -> None:
         self.stdout = asyncio.StreamReader()
@@ -37,7 +37,7 @@ class Process:
 
 
 async def reports_of(output: bytes) -> tuple[list[Report], bool]:
-    """What the client makes of an engine's output, and whether it killed the engine."""
+    """The client's events from an engine's output, and whether it killed the engine."""
     client, process = EngineClient(("engine",), Path("/nowhere/log")), Process(output)
     client._process = process  # type: ignore[assignment]
     client.log_problem = "none is kept"
@@ -71,7 +71,7 @@ def test_any_stream_of_bytes_comes_to_an_end(count, stream):
 
 @pytest.mark.slow("hundreds of events are drawn")
 async def test_any_event_is_drawn(running, count):
-    """No event of the right types, however absurd its values, ends the application or stops its ears."""
+    """Events of the right types with absurd values neither end the application nor stop it listening."""
     found = []
 
     @fuzzed

@@ -1,4 +1,4 @@
-"""Comparisons without a screen: what is asked of the engine, and what becomes of its events."""
+"""Comparisons without a screen: commands to the engine, and the results of its events."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""What the user asks for, without a screen: commands to the engine, changes of the state, refusals."""
+"""The user's requests without a screen: commands to the engine, changes of the state, refusals."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A model downloaded from within the application, by the process it really starts, from a hub on this machine."""
+"""The application downloads a model by its real process from a hub on this machine."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
 
 @pytest.mark.slow("a process asks the hub")
 async def test_what_the_hub_refuses_is_told(running, hub):
-    """``tests/models/test_catalog.py`` has what else it refuses."""
+    """``tests/models/test_catalog.py`` tests other refusals."""
     hub.name, hub.gated = "org/gated", True
     async with running() as (app, _pilot, until):
         typed(app, "/model org/gated")

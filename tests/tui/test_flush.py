@@ -1,4 +1,4 @@
-"""What may be parsed while an answer grows."""
+"""The part of a growing answer that may be parsed."""
 
 import pytest
 from hypothesis import given
@@ -37,7 +37,7 @@ def test_open_blocks_wait(text, closed, tail):
 
 
 def fed(pieces):
-    """What is closed after each piece, where only what follows it is looked at again."""
+    """The closed text after each piece, if only the rest is looked at again."""
     text = closed = ""
     for piece in pieces:
         text += piece

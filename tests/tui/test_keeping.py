@@ -1,4 +1,4 @@
-"""Going from one conversation to another: what is saved, taken up and forgotten."""
+"""Changing the conversation: what is saved, resumed and forgotten."""
 
 import asyncio
 from dataclasses import replace
@@ -119,7 +119,7 @@ def switches(chat):
 
 
 async def in_speculative(chat):
-    """A conversation that is on disk and was in speculative mode with a budget of 128; its id."""
+    """The id of a saved conversation in speculative mode with a budget of 128."""
     await chat.controller.open_archive()
     await chat.load()
     await chat.controller.handle(SPECULATIVE)
@@ -180,7 +180,7 @@ OF_AUTO = {"auto": {"tokens_per_s": 5}, "speculative": {"window": 64, "budget": 
 
 
 async def in_auto(chat):
-    """A conversation that is on disk and was in auto, with a window for one of the modes that it enters; its id."""
+    """The id of a saved conversation in auto, with a window for one of the modes that auto enters."""
     await chat.controller.open_archive()
     await chat.load()
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=OF_AUTO, auto=FULL_BY_AUTO))

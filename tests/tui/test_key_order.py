@@ -1,4 +1,4 @@
-"""Keys that come together act as if each had come by itself, whatever has the focus meanwhile."""
+"""Keys that arrive together act as if each had arrived alone, wherever the focus goes meanwhile."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How much of an answer becomes widgets: bounded whatever is in it, and the same while it grows."""
+"""The number of widgets of any answer is bounded, and does not change what was drawn while it grows."""
 
 import time
 
@@ -22,7 +22,7 @@ LARGE = {
     "line": "word " * 100_000,
     "wide line": "日本語" * 10_000,
 }
-SLOW = {  # what models repeat without end; to parse 4,000 characters of it takes a second
+SLOW = {  # texts that models repeat without end; parsing 4,000 characters takes a second
     "images": "![" * 10_000,
     "brackets in an item": f"- {'[' * 10_000}",
     "brackets on lines": "[[[[\n" * 500,

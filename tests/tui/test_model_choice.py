@@ -1,4 +1,4 @@
-"""Another model: chosen, loaded in place of the one in use, refused, stopped, downloaded, planned for."""
+"""Another model: choosing, loading, refusing, stopping, downloading and planning."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ FAILED = Failed("Too big.", kind="DoesNotFitError")
 
 @pytest.fixture
 def here(monkeypatch):
-    """Every model is on this machine."""
+    """Pretend that every model is on this machine."""
     monkeypatch.setattr(catalog, "is_here", lambda name: True)
 
 
@@ -164,7 +164,7 @@ async def test_a_plan_is_being_made_until_it_is_told_or_its_engine_is_gone(chat)
 
 @pytest.fixture
 def config(config):
-    """A download that says what the model's name tells it to: JSON lines, then it waits or ends."""
+    """A download whose model's name says which JSON lines it writes, and whether it then waits or ends."""
     code = """
 import json, sys, time
 name = sys.argv[1].partition("/")[2]

@@ -1,4 +1,4 @@
-"""Rows of numbers: complete, honest about what is missing, and explained."""
+"""Rows of figures are complete, omit unknown values and are explained."""
 
 from dataclasses import replace
 

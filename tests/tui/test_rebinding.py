@@ -1,4 +1,4 @@
-"""Keys in force: changed ones are checked, act, and are shown everywhere, on every screen."""
+"""Changed keys are checked, act, and are shown on every screen."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def hints(app):
 
 
 def texts_of(source):
-    """The string constants but for docstrings, and the line each begins on."""
+    """The string constants except docstrings, with the line each begins on."""
     tree = ast.parse(source)
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def test_keys_stand_in_the_table_alone():
         assert "Binding(" not in source, name
         bound = re.findall(r"^    BINDINGS.*", source, re.MULTILINE)
         assert [line for line in bound if not re.search(r"= bindings\(\"\w+\"\)$", line)] == [], name
-        if not name.startswith("plain/"):  # lines, whose only keys are the terminal's
+        if not name.startswith("plain/"):  # line mode has only the terminal's keys
             assert [text for text in texts_of(source) if KEY.search(text)] == [], name
 
 
@@ -58,7 +58,7 @@ def test_every_scope_lies_in_the_application():
 
 def test_a_key_may_do_something_in_each_part_that_has_the_focus():
     check_keys({"ribbon.right": "y", "mode.next": "f6,f6"})
-    check_keys({"mode.next": "f7", "panels": "F6"})  # two trade theirs
+    check_keys({"mode.next": "f7", "panels": "F6"})  # exchanged
     check_keys({})
     with pytest.raises(UsageError, match=r"ribbon\.left and ribbon\.right"):
         check_keys({"ribbon.left": "right"})
@@ -157,7 +157,7 @@ async def test_refused_keys_leave_the_defaults(running, config):
 
 REBOUND = {
     "conversations.delete": "f4",
-    "search.down": "ctrl+k",  # a key of the line where one types
+    "search.down": "ctrl+k",  # a key of the text field
     "search.close": "f11",
     "settings.default": "f12",
     "settings.close": "ctrl+g",

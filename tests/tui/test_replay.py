@@ -120,7 +120,7 @@ CHAT = Chat((Turn("user", "hello"),))
 
 
 def played(entries, commands=()) -> list:
-    """What a player sends that got ``commands`` before it began."""
+    """What a player sends that received ``commands`` before it began."""
     events = io.BytesIO()
     player = Player(entries, events)
     player.read(io.BytesIO(b"".join(map(wire.encode, commands))))

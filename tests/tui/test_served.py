@@ -1,4 +1,4 @@
-"""The chat with a server's model: the server decides, its figures are shown, what is kept here works as ever."""
+"""The chat with a server's model: the server decides, its figures are shown, the conversation is kept here."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The settings changed at run time: what a change does, where a value comes from, what is saved."""
+"""Settings changed at run time: their effects, sources and saving."""
 
 from dataclasses import replace
 
@@ -239,7 +239,7 @@ async def find(app, until, words):
 
 
 async def retype(app, until, text):
-    """Put another text into the line and press Enter; Textual deletes later than it inserts."""
+    """Replace the text in the field and press Enter; Textual deletes later than it inserts."""
     field = app.screen.query_one("#value", Input)
     press(app, *["backspace"] * len(field.value))
     await until(lambda: not field.value)
@@ -249,7 +249,7 @@ async def retype(app, until, text):
 
 
 async def edit(app, until, part):
-    """Open the setting that was found; the keys that follow are for ``part``."""
+    """Open the setting that was found, whose ``part`` gets the next keys."""
     press(app, "enter")
     await until(lambda: focused(app) == part)
 

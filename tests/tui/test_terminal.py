@@ -28,7 +28,7 @@ HOSTILE_ENGINE = start_app.FAKE_ENGINE.with_name("hostile_engine.py")
 
 
 class Terminal:
-    """One tmux server with one pane that runs a command; what is on its screen, and keys for it."""
+    """A tmux server with one pane that runs a command: reads its screen, types keys."""
 
     def __init__(self, socket: Path, command: list[str]) -> None:
         self.socket = socket
@@ -51,7 +51,7 @@ class Terminal:
         self("send-keys", *keys)
 
     def paste(self, data: bytes) -> None:
-        """Paste as a terminal does; newer versions of tmux write control characters as words unless told not to."""
+        """Paste as a terminal does; newer versions of tmux would by default write control characters as words."""
         literally = ["-S"] if "S]" in self("list-commands", "paste-buffer") else []
         self("load-buffer", "-", stdin=data)
         self("paste-buffer", "-p", "-r", *literally)
@@ -250,7 +250,7 @@ STEPS = {  # what is typed, and a text that comes of it
 
 @contextmanager
 def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
-    """The application, ready; afterwards it is quit, and nothing may have reached the terminal that is forbidden."""
+    """The application, ready; it is quit afterwards, and must not have sent forbidden bytes to the terminal."""
     run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color", **more))
     try:
         run.until("«Loaded.notes»")

@@ -1,4 +1,4 @@
-"""Bundled themes are complete; a bad one is named with its reason."""
+"""Bundled themes are complete; an invalid theme is reported with the reason."""
 
 from dataclasses import replace
 

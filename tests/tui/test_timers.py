@@ -1,4 +1,4 @@
-"""Timers that come, on a busy machine too."""
+"""Timers fire on a busy machine too."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ STILL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120
 
 @pytest.fixture
 def stands_still(monkeypatch):
-    """A machine that does nothing else for a while whenever a timer asks what time it is."""
+    """A machine that stalls for a while whenever a timer asks for the time."""
     lost = 0.0
 
     def later():
@@ -58,7 +58,7 @@ def test_the_interval_is_four_times_the_cost_within_bounds(cost, seconds):
 
 
 class FakePump:
-    """A clock that moves only when told, its timers, and a layout that computes for ``layout_s``."""
+    """A clock that is moved by hand, its timers, and a layout that takes ``layout_s``."""
 
     def __init__(self, layout_s: float) -> None:
         self.now, self.computed, self.layout_s = 0.0, 0.0, layout_s
@@ -104,7 +104,7 @@ async def test_what_is_asked_for_at_once_is_drawn_once(run):
     assert drawn == [SHORTEST_S]
     while pump.timers:
         await pump.next_timer()
-    assert len(drawn) == 1  # nothing was asked for since
+    assert len(drawn) == 1  # nothing was requested since
     paced.ask()
     await pump.until_drawn(drawn)
     assert len(drawn) == 2

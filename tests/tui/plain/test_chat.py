@@ -1,4 +1,4 @@
-"""The chat by lines, over a fake engine: what a pipe or a person sends and what is printed."""
+"""Line mode with a fake engine: lines from a pipe or a person, and the output."""
 
 import asyncio
 import io
@@ -31,7 +31,7 @@ from kvchat.tui.state import Phase
 
 
 class Session:
-    """A chat between a pipe and two texts."""
+    """A chat that reads a pipe and writes two texts."""
 
     def __init__(self, config, is_typed=False):
         self.out, self.errors = io.StringIO(), io.StringIO()
@@ -338,7 +338,7 @@ def message(text):
 
 
 async def printed(folds, text, withdrawn=0):
-    """The lines of an answer that comes a character at a time."""
+    """The lines of an answer that arrives character by character."""
     out = io.StringIO()
     answer = PlainAnswer(LineWriter(out, out), folds)
     for character in text:

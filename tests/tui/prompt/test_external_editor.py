@@ -1,4 +1,4 @@
-"""The user's editor: what it leaves is the text; one that fails changes nothing and leaves no file."""
+"""The user's editor: its file becomes the text; if it fails nothing changes and no file is left."""
 
 import errno
 import os

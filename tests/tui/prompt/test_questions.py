@@ -1,4 +1,4 @@
-"""The question that is sent of a prompt's text."""
+"""The question that is sent for the prompt's text."""
 
 import threading
 
