@@ -1,10 +1,9 @@
 """Conversation -> token ids, and how many of them are stored already.
 
-Knows the tokenizer and its chat template, nothing of the model or of K/V. Reuse goes by text first: templates
-tokenize again what the model generated, and other tokens may come out for the same text. So ``Stored``, the ids whose
-K/V are in the host pool, remembers at some places the exact text that the ids before it stand for; where that text is a
-prefix of the newly rendered one its ids are kept and only the rest is tokenized. Past the last such place the longest
-common prefix of ids decides.
+Depends on the tokenizer and its chat template, not on the model or K/V. A template renders the model's answers again,
+and tokenizing that text may give other ids than the model generated. So ``Stored``, the ids whose K/V are in the host
+pool, has marks: the exact text that the first ids stand for. If that text is a prefix of the newly rendered one its ids
+are kept and only the rest is tokenized. After the last matching mark the longest common prefix of ids counts.
 """
 
 from __future__ import annotations
@@ -35,31 +34,30 @@ if TYPE_CHECKING:
 
 
 ROLES = ("system", "user", "assistant", "tool")
-TEXT = "text"  # of a turn that is all of a prompt, without the template
+TEXT = "text"  # role of a single turn that is the whole prompt, without the template
 NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
-# Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
-GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
+# A Unicode noncharacter, like ``ESCAPE``: never in real text, and removed from all input.
+GUARD = "\ufdd1"  # around outer white space of an answer, so that no template trims it and ends the reuse
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 TOLD = Turn("system", f"{PROBE}-told")
-PROBED = (2, 12)  # questions, after which another is asked; templates may leave out what comes before the last few
-EXCERPT = 24  # characters before and after a place
+PROBED = (2, 12)  # questions before another one; templates may leave out all but the last few
+EXCERPT = 24  # characters before and after a difference
 OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template FILE."
-LONGEST_TAG = 80  # with the white space behind it
+LONGEST_TAG = 80  # characters, with the white space after it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
-# Of texts, tokenized from where their ids are not known: of all that is kept most match up to the same place.
-KEPT_RESTS = 8
+KEPT_RESTS = 8  # tokenized ends of texts: with most stored conversations a text has the same unmatched end
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
-KEPT_TIMES = 64  # of conversations, by their first question
+KEPT_TIMES = 64  # of conversations
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
 class Prompt(NamedTuple):
-    """All ids of a conversation; the first ``reused`` of them are stored and at least one is not.
+    """All ids of a conversation, of which the first ``reused`` are stored and at least one is not.
 
-    ``text`` is what the ids stand for, to be given to ``Stored.mark_text`` once they are stored.
+    ``text`` is what they stand for, for ``Stored.mark_text`` once they are stored.
     """
 
     ids: list[int]
@@ -70,11 +68,11 @@ class Prompt(NamedTuple):
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
-    Message contents never become control tokens: what is spelled like one is tokenized as ordinary text. Control tokens
-    are those marked special, ``<|...|>`` that finetunes forget to mark, and what the template writes around turns.
-    Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
-    Where a template changes a message so that it becomes a control token (``</TURN>`` lower-cased) it is refused.
-    ``variables`` are those of the template that a person set.
+    Message contents never become control tokens: text that is spelled like one is tokenized as ordinary text. Control
+    tokens are those marked special, ``<|...|>`` that finetunes forget to mark, and those the template writes around
+    turns. Other added tokens stay: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
+    A message that the template changes into a control token (``</TURN>`` lower-cased) is refused.
+    ``variables`` are the template's variables that the user set.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -82,12 +80,12 @@ class PromptEncoder:
         self._template = ChatTemplate(tokenizer, variables)
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
-        self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
+        self._escaper = Escaper(tokenizer, control)  # enough for trying the template
         names = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
-        self._now = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
-        # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
+        self._first_seen = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
+        # Templates of multimodal models may accept messages in parts only, and drop one that is a string.
         self._in_parts = False
         if not self._renders(USER):
             self._in_parts = True
@@ -96,14 +94,14 @@ class PromptEncoder:
         self.begins_with_system = self._begins_with_system()
         notes = self._notes()
         turn_markers = self._turn_markers()
-        # A character that the tokenizer does not know is no control token.
+        # The token for unknown characters is not a control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
         self.notes = (*notes, *self._changes())
         if tools := variables.get(TOOLS):
             self._template = ChatTemplate(tokenizer, {**variables, TOOLS: self._escaped(tools)})
         self.marks_of_calls = self._marks_of_calls() if tools else frozenset[str]()
-        # What ends an answer, by the form of the prompt: control tokens, and stop strings.
+        # Control tokens and stop strings that end an answer.
         self.turn_end, self.stop = self._turn_end() if tokenizer.chat_template else (frozenset[int](), ("\nUser:",))
 
     @property
@@ -119,7 +117,8 @@ class PromptEncoder:
         """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
 
         Raises:
-            UsageError: an unknown role, nothing to answer, the template refuses it or makes control tokens of it.
+            UsageError: a role is unknown, nothing is to be answered, or the template refuses the turns or would make
+                control tokens of their text.
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
@@ -129,17 +128,17 @@ class PromptEncoder:
         return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
-        """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
+        """The ids of a rendered text; those of ``stored`` up to the last mark that matches."""
         kept, chars = stored.matched_prefix(text)
         return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
-        """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.
+        """The positions of the pinned turns' tokens, with the template's tokens around them; ascending.
 
-        With ``system`` those of the system prompt too, where it is not at the beginning.
+        ``system`` adds a system prompt that the template does not write first.
 
         Raises:
-            UsageError: as ``encode``, or the template leaves out or changes what a turn says.
+            UsageError: as ``encode``, or the template drops or changes a turn's text.
         """
         if system and turns and turns[0].role == "system" and not self.begins_with_system:
             turns = (replace(turns[0], pinned=True), *turns[1:])
@@ -179,53 +178,53 @@ class PromptEncoder:
         return [(before[2], after[1]) for before, (turn, *_), after in around if turn in pinned]
 
     def system_tokens(self, turns: Sequence[Turn]) -> int:
-        """Tokens before the first user turn's text, where the text begins with a system prompt; else 0."""
+        """Tokens before the first user turn's text if the text begins with a system prompt, else 0."""
         if not turns or turns[0].role != "system" or not self.begins_with_system:
             return 0
-        began = self._began(turns).timestamp()
-        # What two conversations with this system prompt have in common, the template's own tokens included.
+        began = self._began_at(turns).timestamp()
+        # The common prefix of two conversations with this system prompt, which includes the template's own tokens.
         one, other = (
             self._tokenize(self.render((turns[0], Turn("user", text, at=began))), anchored=False) for text in "0A"
         )
         return common_prefix(one, other)
 
     def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
-        """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
+        """The text of a conversation that the model continues, with ``ESCAPE`` in would-be control tokens.
 
-        With ``edges`` there are marks before and after what each turn says, for ``found_edges``.
+        ``edges`` adds marks before and after each turn's text, for ``found_edges``.
 
-        An assistant turn at the end is continued: it follows the generation prompt as it is, just as it was generated.
-        (``continue_final_message`` of transformers trims it, and templates drop its thinking.)
+        An assistant turn at the end is continued: its text follows the generation prompt unchanged, as it was generated
+        (``continue_final_message`` of transformers trims it, and templates drop its thinking).
 
         Raises:
             UsageError: as ``encode``.
         """
         if is_text(turns):
-            return self._leading_bos() + _plainly(turns[0].content)
+            return self._leading_bos() + _cleaned(turns[0].content)
         _check(turns)
         write = Edges().insert if edges else str
         if turns[-1].role == "assistant":
-            head, said = self._begun(turns[-1].content)
+            head, said = self._continued(turns[-1].content)
             return self._render_history(turns[:-1], write) + head + write(self._escape(said))
         return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
         """The text of ``prompt`` and the answer to it, for ``Stored.mark_text``.
 
-        ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if that is stored
-        too, which it need not be: the next prompt brings it.
+        ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if it is stored
+        too. It need not be, because the next prompt contains it.
         """
         closing = self._tokenizer.convert_ids_to_tokens(end) if end is not None else ""
         return f"{prompt.text}{self._escape(answer)}{closing}"
 
     @property
     def thought_tags(self) -> tuple[str, ...]:
-        """The tags that begin what the template looks for the end of, to leave it out of later prompts."""
+        """The tags that begin a thought, derived from the end tags at which the template splits earlier answers."""
         ends = _SPLIT_AT.findall(str(self._tokenizer.chat_template))
         return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
 
     def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
-        """The tag that ends the thought which the template begins at the end of the prompt; empty where it does not."""
+        """The end tag of a thought that the template begins at the end of the prompt; empty if it begins none."""
         end = prompt.text[-LONGEST_TAG:].rstrip()
         said = self._escape(turns[-1].content).rstrip()
         tag = next((tag for tag in (*self.thought_tags, *TAGS) if end.lower().endswith(tag.lower())), "")
@@ -246,14 +245,14 @@ class PromptEncoder:
         return text
 
     def _refuse_injected(self, turns: Sequence[Turn], text: str) -> None:
-        """Refuse what turns say where the template changes it and then has other control tokens than its own."""
+        """Refuse turns whose text the template changes so that it contains control tokens of its own."""
         placeholders = Placeholders()
         own = self._apply_template(turns, placeholders.insert)
         if placeholders.restore(own) == text or self._controls(text) == (known := self._controls(mask(own))):
             return
 
         def is_injected_by(last: int) -> bool:
-            """True if the texts up to that of the turn number ``last`` have other control tokens."""
+            """True if the texts of the turns up to number ``last`` add control tokens."""
             numbers = count()
 
             def write(text: str) -> str:
@@ -274,39 +273,39 @@ class PromptEncoder:
         return [token for token in self._tokenize(text, anchored=False) if token in self._control]
 
     def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
-        """The template's text, in which ``write`` of what a turn says stands for it."""
+        """The template's text, with ``write`` applied to each turn's text."""
         messages = [
             {"role": turn.role, "content": self._content(turn, write), **self._escaped(json.loads(turn.more or "{}"))}
             for turn in turns
         ]
         try:
-            return self._template.render(messages, self._began(turns)).replace(GUARD, "")
+            return self._template.render(messages, self._began_at(turns)).replace(GUARD, "")
         except LimitExceededError as error:
             raise UsageError(
                 "The model's chat template was stopped: it uses too much.",
                 f"{error}.",
                 "Choose another model.",
             ) from error
-        except Exception as error:  # templates are programs from elsewhere and raise whatever they like
+        except Exception as error:  # templates are foreign programs and raise anything
             raise UsageError(
                 "The model's chat template refuses this conversation.",
                 f"Its message: {str(error)[:500] or type(error).__name__}.",
                 "Every template accepts turns that alternate between user and assistant, starting with user.",
             ) from error
 
-    def _began(self, turns: Sequence[Turn]) -> datetime:
-        """The time at which a conversation began: its template is told no other, or it would be read again each time.
+    def _began_at(self, turns: Sequence[Turn]) -> datetime:
+        """When a conversation began, or if unknown when its first question was first seen.
 
-        Where nobody knows it is when its first question was first seen.
+        The template gets no other time, because a changed date would mean processing the conversation again.
         """
         asked = next((turn for turn in turns if turn.role == "user"), USER[0])
-        with suppress(OverflowError, ValueError, OSError):  # no time that a calendar has
+        with suppress(OverflowError, ValueError, OSError):  # not a valid date
             if asked.at > 0:
                 return datetime.fromtimestamp(asked.at)
-        return self._now(asked.content)
+        return self._first_seen(asked.content)
 
-    def _begun(self, answer: str) -> tuple[str, str]:
-        """What stands before an answer that goes on, and the part of it that does: nothing and all of it, as a rule."""
+    def _continued(self, answer: str) -> tuple[str, str]:
+        """The text before an answer that is continued (usually none) and the part to continue (usually all)."""
         if not self._has_channels or not answer:
             return "", answer
         thought, said = split(answer)
@@ -321,7 +320,7 @@ class PromptEncoder:
         return [{"type": "text", "text": text}] if self._in_parts else text
 
     def _escaped(self, value: Any) -> Any:
-        """What a client gave the template beside messages, with ``_escape`` of every text in it."""
+        """JSON for the template with ``_escape`` applied to every text in it."""
         match value:
             case str():
                 return self._escape(value)
@@ -332,13 +331,13 @@ class PromptEncoder:
         return value
 
     def spelled(self, token: int) -> str:
-        """The text of a token within a text; of a part of a character U+FFFD."""
+        """A token's text when it is not the first; U+FFFD for a part of a character."""
         before, written = self._before_a_token
         return self._decode([*before, token])[len(written) :]
 
     @cached_property
     def _before_a_token(self) -> tuple[list[int], str]:
-        """Ids that a token is decoded after, so that it is not the first of a text, and their text."""
+        """Ids to decode before a token, so that it is not the first, and their text."""
         before = self._tokenizer.encode("a", add_special_tokens=False)
         return before, self._decode(before)
 
@@ -346,58 +345,57 @@ class PromptEncoder:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _marks_of_calls(self) -> frozenset[str]:
-        """The control tokens by which the model writes calls of tools; they are a part of its text."""
+        """The control tokens in the model's tool calls, which are kept in its text."""
         field = json.loads(self.calls or "{}").get("fields", {}).get("tool_calls", {})
         written = json.dumps(field, ensure_ascii=False).replace("\\", "")
         names = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         return frozenset(name for name in names if name.strip() and name in written)
 
     def _escape(self, text: str) -> str:
-        return self._escaper.escape(_plainly(text))
+        return self._escaper.escape(_cleaned(text))
 
     def _turn_markers(self) -> frozenset[int]:
-        """The added tokens that the template writes around turns, also those not marked special."""
+        """The added tokens, special or not, that the template writes around turns."""
         if not self._tokenizer.chat_template:
             return frozenset()
         user, others = Turn("user", "x"), [Turn("assistant", "y"), Turn("user", "z")]
         text = ""
         for turns in ([user], [user, *others], [Turn("system", "s"), user, *others]):
-            with suppress(UsageError):  # it may refuse a role
+            with suppress(UsageError):  # the template may refuse a role
                 text += self._apply_template(turns)
         return escaping.markers(self._tokenizer, text)
 
     def _turn_end(self) -> tuple[frozenset[int], tuple[str, ...]]:
         """The control token and the text that the template writes between an answer and the next question.
 
-        Finetunes may name another token as their end, or have none for what their template writes. Text counts where
-        it is spelled like a token or is a heading on a line of its own. Where the template writes a control token
-        before an answer that the model has to write itself, an answer has several parts, and what ends one of them
-        does not end it.
+        Finetunes may name another token as their end, or have no token for what their template writes. Text counts if
+        it is spelled like a token or is a heading on its own line. If the template writes a control token before an
+        answer that the model has to generate, answers have several parts, and the end of a part is not theirs.
         """
         asked, told, next_asked = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
         try:
             prompt = self._apply_template([asked])
             text = self._apply_template([asked, told, next_asked])
-        except UsageError:  # it may refuse the turns
+        except UsageError:  # the template may refuse the turns
             return frozenset(), ()
-        before, _, behind = text.partition(PROBE)
-        behind = behind[:LONGEST_BETWEEN].partition(next_asked.content)[0]
+        before, _, after = text.partition(PROBE)
+        after = after[:LONGEST_BETWEEN].partition(next_asked.content)[0]
         added = self._tokenizer.added_tokens_decoder.items()
         names = {token.content: i for i, token in added if i in self._control and token.content in text}
         written = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
         own = re.findall(written, before[common_prefix(prompt, before) :])
-        if not behind or any(not is_tag(name) for name in own):
+        if not after or any(not is_tag(name) for name in own):
             return frozenset(), ()
         bos = self._tokenizer.bos_token
-        token = next((name for name in re.findall(written, behind) if name != bos), None)
-        said = next((text for text in re.split(written, behind) if text.strip()), "")
-        if token and behind.index(token) < behind.index(said):
+        token = next((name for name in re.findall(written, after) if name != bos), None)
+        said = next((text for text in re.split(written, after) if text.strip()), "")
+        if token and after.index(token) < after.index(said):
             said = ""
         heading = _TOKEN_LIKE.match(said.strip()) or _HEADING.search(said)
         return frozenset({names[token]} if token else ()), (heading[0],) if heading else ()
 
     def _plain(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
-        """The form for a model without a template; the space before an answer is the model's own."""
+        """The prompt for a model without a template, which generates the space before an answer itself."""
         lines = [self._leading_bos()]
         for turn in turns:
             text = write(self._escape(turn.content))
@@ -410,32 +408,32 @@ class PromptEncoder:
         return "".join(lines) + "Assistant:"
 
     def _leading_bos(self) -> str:
-        """The beginning-of-text token where the tokenizer itself would put one; templates write their own."""
+        """The beginning-of-text token if the tokenizer adds one itself; templates write their own."""
         bos = self._tokenizer.bos_token_id
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
     def _renders(self, turns: Sequence[Turn]) -> bool:
-        """True if the template renders ``PROBE`` among the turns: some raise at a role, some drop the text."""
+        """True if the template renders ``PROBE`` in these turns; some raise at a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:
             return PROBE in self._apply_template(turns)
         except UsageError as error:
             if isinstance(error.__cause__, LimitExceededError):
-                raise  # another conversation would take as long
+                raise  # it would for any conversation
             return False
 
     def _begins_with_system(self) -> bool:
-        """True if the system prompt comes first in a conversation: some templates write it with the last question."""
-        with suppress(UsageError):  # it may refuse the turns
+        """True if the template writes the system prompt first; some write it with the last question."""
+        with suppress(UsageError):  # the template may refuse the turns
             found = found_edges(self.render(_conversation(2, system=True), edges=True))
             return found is None or not found[1] or found[1][0][0] == 0
         return True
 
     def _changes(self) -> list[str]:
-        """A note where the template changes earlier text with each question, so that it has to be read again."""
+        """A note if the template changes earlier text with each question, so that it is processed again."""
         for system, questions in product((False, True), PROBED):
-            with suppress(UsageError):  # it may refuse so many turns
+            with suppress(UsageError):  # the template may refuse so many turns
                 text, longer = (self.render(_conversation(number, system)) for number in (questions, questions + 1))
                 same = common_prefix(text, longer)
                 if same < text.rfind(_asked(questions)):
@@ -447,7 +445,7 @@ class PromptEncoder:
         return []
 
     def _change(self, text: str, longer: str, same: int) -> str:
-        """How ``text``, whose first ``same`` characters stay, changes to ``longer``."""
+        """How the template changed ``text`` to ``longer`` after their ``same`` common characters."""
         if not self.begins_with_system and TOLD.content in longer[same:]:
             return "moves the system prompt to the last question"
         if _asked(1) not in longer:
@@ -456,17 +454,17 @@ class PromptEncoder:
         return "writes “{}” first and “{}” later".format(*map(visible, lines))
 
     def _notes(self) -> tuple[str, ...]:
-        """What the template does that a person should know of.
+        """A note if the template drops user messages.
 
         Raises:
-            ModelError: it writes nothing of a conversation, or refuses any, so the model would have nothing to answer.
+            ModelError: it renders nothing or refuses every conversation.
         """
         if not self._tokenizer.chat_template or self._renders(USER):
             return ()
         try:
             text = self._apply_template(USER)
         except UsageError as error:
-            if not self._folds_system:  # it wants a system prompt
+            if not self._folds_system:  # it accepts conversations with a system prompt
                 return ()
             raise ModelError(
                 "The model's chat template refuses every conversation.", error.detail, OTHER_TEMPLATE
@@ -486,16 +484,16 @@ class PromptEncoder:
         return ids
 
     def _tokenize_part(self, text: str, anchored: bool) -> list[int]:
-        """Ids of a text; ``anchored`` is text that goes on from earlier text.
+        """The ids of a text, which continues other text if it is ``anchored``.
 
-        Tokenizers with word-start marks (SentencePiece) put one at the very beginning; behind a control token they
-        do not, so anchored text is tokenized behind one.
+        Tokenizers with word-start marks (SentencePiece) put one at the very beginning, but not after a control token;
+        so anchored text is tokenized after one.
         """
         if not text:
             return []
         anchor, before = self._anchor if anchored else ("", [])
         ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
-        if ids[: len(before)] != before:  # the text begins with a mark that became one with the anchor's end
+        if ids[: len(before)] != before:  # the beginning of the text was merged with the anchor
             return self._tokenize_part(text, anchored=False)
         return ids[len(before) :]
 
@@ -505,7 +503,7 @@ def is_text(turns: Sequence[Turn]) -> bool:
     return [turn.role for turn in turns] == [TEXT]
 
 
-def _plainly(text: str) -> str:
+def _cleaned(text: str) -> str:
     return text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode()
 
 
@@ -514,7 +512,7 @@ def _asked(number: int) -> str:
 
 
 def _conversation(questions: int, system: bool) -> list[Turn]:
-    """A conversation to try the template with, which goes on with every further question."""
+    """A conversation to try the template with; one with more questions begins with those with fewer."""
     turns = [Turn("user", _asked(1))]
     for number in range(2, questions + 1):
         turns += [Turn("assistant", "I see."), Turn("user", _asked(number))]
@@ -540,7 +538,7 @@ def _check(turns: Sequence[Turn]) -> None:
 
 
 def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
-    """The system text at the head of the first user turn, for templates without a system role."""
+    """The turns with the system text moved into the first user turn, for templates without a system role."""
     system = "\n\n".join(turn.content.strip() for turn in turns if turn.role == "system")
     rest = [turn for turn in turns if turn.role != "system"]
     first = next(i for i, turn in enumerate(rest) if turn.role == "user")
@@ -554,10 +552,11 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
 class Stored:
     """The ids whose K/V are stored, and the text that they stand for.
 
-    ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
-    ``text``. Ids after the last mark have no known text. ``reduced`` tells for each id whether its K/V were computed
-    while a mode attended to less than everything. The K/V of the first ``saved`` ids are on disk as they are here, in
-    pages with these ``links``.
+    Attributes:
+        marks: pairs (number of ids, number of characters), ascending: so many ids stand for exactly so much of
+            ``text``. Ids after the last mark have no known text.
+        reduced: for each id, True if its K/V were computed while a mode attended to less than everything.
+        saved: the number of first ids whose K/V are on disk, in pages with these ``links``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -574,7 +573,7 @@ class Stored:
 
     @property
     def first_reduced(self) -> int:
-        """Index of the first of them; the number of ids where there is none."""
+        """Index of the first of them, or the number of ids."""
         return self.reduced.index(True) if True in self.reduced else len(self.ids)
 
     def extend(self, ids: Sequence[int], reduced: bool = False) -> None:
@@ -586,7 +585,7 @@ class Stored:
         vars(self).update(vars(other))
 
     def copy_text_of(self, other: Stored) -> None:
-        """Take text and marks of ``other``, whose ids are the same."""
+        """Copy text and marks of ``other``, whose ids are the same."""
         self.text, self.marks = other.text, other.marks
 
     def mark_text(self, text: str) -> None:
@@ -603,7 +602,7 @@ class Stored:
         self.text = self.text[: self.marks[-1][1]] if self.marks else ""
 
     def matched_prefix(self, text: str) -> tuple[int, int]:
-        """The last mark whose text is a prefix of ``text``, (0, 0) where there is none."""
+        """The last mark whose text is a prefix of ``text``, else (0, 0)."""
         found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
         return next(found, (0, 0))
 

@@ -93,6 +93,7 @@ def definitions(text: str) -> str:
     """The lines outside code that define links, ``[1]: https://...``, which all parts need."""
     if not _DEFINITION.search(text):
         return ""
+    # Short ones only: a line that turns out to be no definition is parsed as text, and costs as much.
     found = (_DEFINITION.match(block.text) for block in _blocks(text) if block.widgets < MOST_OF_DEFINITION)
     return "\n".join([match[0] for match in found if match][:MOST_DEFINITIONS])
 
