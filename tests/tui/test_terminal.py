@@ -291,7 +291,6 @@ def test_what_is_typed_ahead_of_enter_and_escape_right_after_it_act_in_their_ord
         run.type(b"world")
         run.until("That is all there is to it.")
         run.type(b"\r")
-        run.until("❯ world")
         run.until("read 100 % of 118")  # it is answered: what follows is not queued
         run.type(b"slow\r\x1b")
         run.until("stopped")
