@@ -40,7 +40,7 @@ NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
 GUARD = "\ufdd1"  # around outer white space of an answer, so that no template trims it and ends the reuse
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
-TOLD = Turn("system", f"{PROBE}-told")
+SYSTEM = Turn("system", f"{PROBE}-told")
 PROBED = (2, 12)  # questions before another one; templates may leave out all but the last few
 EXCERPT = 24  # characters before and after a difference
 OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template FILE."
@@ -446,7 +446,7 @@ class PromptEncoder:
 
     def _change(self, text: str, longer: str, same: int) -> str:
         """How the template changed ``text`` to ``longer`` after their ``same`` common characters."""
-        if not self.begins_with_system and TOLD.content in longer[same:]:
+        if not self.begins_with_system and SYSTEM.content in longer[same:]:
             return "moves the system prompt to the last question"
         if _asked(1) not in longer:
             return "drops all but the last messages"
@@ -516,7 +516,7 @@ def _conversation(questions: int, system: bool) -> list[Turn]:
     turns = [Turn("user", _asked(1))]
     for number in range(2, questions + 1):
         turns += [Turn("assistant", "I see."), Turn("user", _asked(number))]
-    return [TOLD, *turns] if system else turns
+    return [SYSTEM, *turns] if system else turns
 
 
 def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

@@ -180,43 +180,45 @@ class ModeOfConversation:
 
     def restore(self, is_ready: bool) -> None:
         """Switch to the conversation's mode unless it is in force, as soon as a model ``is_ready``."""
-        kept, state = self.state.conversation, self.state
+        conversation, state = self.state.conversation, self.state
         self.is_due = False
-        if not kept.mode or state.is_served:
+        if not conversation.mode or state.is_served:
             return
         try:
-            for one, params in modes.by_mode(kept.mode, kept.params).items():
+            for one, params in modes.by_mode(conversation.mode, conversation.params).items():
                 modes.parse(one, params)
-        except UsageError as gone:
-            self.view.add_note(f"This conversation used {_described(kept)}; it continues in {state.mode}. {gone}")
+        except UsageError as error:
+            self.view.add_note(f"This conversation used {self._in_words}; it continues in {state.mode}. {error}")
             return
-        changes = self._changes(kept)
-        self.is_due = bool(changes) or kept.mode != (state.wanted or state.asked)
+        changes = self._changes()
+        self.is_due = bool(changes) or conversation.mode != (state.wanted or state.asked)
         if self.is_due and is_ready:
-            state.wanted = kept.mode
+            state.wanted = conversation.mode
             with suppress(UsageError):  # the engine is gone: switched once the next one is ready
-                self.client.send(Switch(kept.mode, changes))
+                self.client.send(Switch(conversation.mode, changes))
 
     def report_switch(self) -> bool:
         """Report a switch to the conversation's mode; False if it was another switch, which the caller reports."""
         is_restored, self.is_due = self.is_due and self.state.asked == self.state.conversation.mode, False
         if is_restored:
-            self.view.add_note(f"Back in {_described(self.state.conversation)}, the mode of this conversation.")
+            self.view.add_note(f"Back in {self._in_words}, the mode of this conversation.")
         return is_restored
 
-    def _changes(self, kept: Conversation) -> Params:
+    def _changes(self) -> Params:
         """The parameters to change so that the mode has those of the conversation and no others."""
-        in_force = modes.to_keep(kept.mode, self.state.settings, self.state.given)
-        now, then = (modes.by_mode(kept.mode, params) for params in (in_force, kept.params))
+        conversation = self.state.conversation
+        in_force = modes.to_keep(conversation.mode, self.state.settings, self.state.given)
+        now, then = (modes.by_mode(conversation.mode, params) for params in (in_force, conversation.params))
         changes = dict[str, Params]()
         for one in now | then:
             default = {name: field.default for name, field in modes.choosable()[one].model_fields.items()}
             is_now = default | now.get(one, {})
             wanted = {**{name: default[name] for name in now.get(one, {})}, **then.get(one, {})}
             changes[one] = {name: value for name, value in wanted.items() if is_now[name] != value}
-        return modes.together(kept.mode, changes.pop(kept.mode), changes)
+        return modes.together(conversation.mode, changes.pop(conversation.mode), changes)
 
-
-def _described(kept: Conversation) -> str:
-    """``speculative mode, budget 128``"""
-    return ", ".join((f"{kept.mode} mode", *in_words(kept.params)))
+    @property
+    def _in_words(self) -> str:
+        """``speculative mode, budget 128``"""
+        conversation = self.state.conversation
+        return ", ".join((f"{conversation.mode} mode", *in_words(conversation.params)))

@@ -120,7 +120,7 @@ class PlainChat:
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
 
-        async def play() -> None:  # to the end of the recording, which nobody can play again
+        async def play() -> None:  # until the recording ends: nobody is at the keys to play it again
             await self._until(lambda: self.chat.replay.is_over or self.chat.state.phase is Phase.DOWN)
             self._left.set()
 
