@@ -133,7 +133,6 @@ class KeysInTurn:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, event: Event) -> None:
-        """Queue it."""
         self._waiting.append(event)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
@@ -361,7 +360,6 @@ class KvchatApp(App[None]):
             self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
 
     def use_theme(self, name: str) -> None:
-        """Change the colors to those of a theme."""
         if name not in self.themes:
             own = "".join(f" Your own are files in {folder}." for folder in self.config.theme_dirs)
             raise UsageError(f'There is no theme "{name}".', f"{did_you_mean(name, self.themes)}{own}")

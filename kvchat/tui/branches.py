@@ -29,7 +29,6 @@ class Branches:
         await self.answers.begin()
 
     async def resume(self) -> None:
-        """Continue the last answer."""
         self.require_ready()
         answer = self.state.conversation.leaf
         if answer is None or answer.role != "assistant":

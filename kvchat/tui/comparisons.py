@@ -71,7 +71,6 @@ class Comparisons:
         return True
 
     def note(self, progress: messages.Prefilled | messages.Comparing) -> None:
-        """Show the comparison's progress."""
         if self.running is not None:
             if isinstance(progress, messages.Prefilled):
                 self.running.read(progress.done, progress.total)

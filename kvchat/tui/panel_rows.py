@@ -97,7 +97,6 @@ WITHOUT_GPU = {"D": "ready to read", "R": "copied just now", "H": "stored only"}
 
 
 def state_words(on_gpu: bool) -> dict[str, str]:
-    """The ribbon's letters in words."""
     return RIBBON if on_gpu else RIBBON | WITHOUT_GPU
 
 

@@ -33,7 +33,6 @@ class Replay:
         self._set(self.speed, not self.is_paused)
 
     def refuse_question(self) -> None:
-        """Refuse a question to a recording."""
         if self.name:
             raise UsageError("This is a recording: there is no model to answer.", hint="`kvchat` alone starts a chat.")
 

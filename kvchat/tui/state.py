@@ -237,7 +237,7 @@ class ChatState:
             self.snapshot = without_conversation(self.snapshot)
 
     def forget_engine(self) -> None:
-        """Forget what an engine stored that is gone, or whose model is."""
+        """Forget what was stored, because the engine or its model is gone."""
         self.is_stored, self.snapshot, self.details = False, None, None
 
     def footer(self, message: Message) -> str:

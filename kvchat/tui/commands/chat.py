@@ -199,7 +199,6 @@ def _chosen_text(chat: ChatController) -> str:
 
 
 async def compare(chat: ChatController, argument: str) -> None:
-    """``/compare MODE key=value… MODE…``"""
     chat.comparisons.begin(parse_variants(split_words(argument)))
 
 

@@ -308,7 +308,6 @@ class PlainView:
         return True
 
     def copy(self, text: str) -> None:
-        """Refuse."""
         raise UsageError("Line mode has no clipboard.", hint="With a FILE argument the command writes to that file.")
 
 

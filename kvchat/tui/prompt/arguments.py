@@ -88,7 +88,6 @@ def tokens(name: str) -> Values:
 
 
 def one_of(*choices: str) -> Values:
-    """One of a few words."""
 
     def words_of(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
         if not words:
