@@ -24,7 +24,7 @@ from kvchat.kv.transfer import RecallTime
 from kvchat.models.recurrent import RecurrentState
 from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.process import resident_bytes
-from kvchat.protocol.figures import MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
+from kvchat.protocol.figures import LOW_COVERAGE, MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.units import percent, size
 
@@ -304,8 +304,8 @@ class MetricsCollector:
         lowest = watch.lowest if watch.has_seen_enough else None
         if lowest is not None and lowest < ENOUGH_COVERED:
             yield (
-                f"low coverage: at its lowest, {percent(lowest)} of the attention fell on what was read, so facts may "
-                "be missed. Try a larger /budget, or /mode full"
+                f"{LOW_COVERAGE}: at its lowest, {percent(lowest)} of the attention fell on what was read, so facts "
+                "may be missed. Try a larger /budget, or /mode full"
             )
 
     def _recall_times(self) -> Params:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 Params = dict[str, Any]
+LOW_COVERAGE = "low coverage"  # the only badge of a conversation; others are of the machine or the model
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
 
 

@@ -27,7 +27,7 @@ from kvchat.conversations.comparison import Comparison, label
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.errors import INSTEAD, UsageError
 from kvchat.models.catalog import short_name
-from kvchat.protocol.figures import Gpu, Params, Price, Snapshot, Stats
+from kvchat.protocol.figures import LOW_COVERAGE, Gpu, Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Compared, Comparing, Details, Finished, Load, Loaded, Sampling, Switched, Variant
 from kvchat.protocol.recording import Recorder
 from kvchat.units import MISSING, count, figure, percent, size
@@ -319,7 +319,7 @@ def without_conversation(snapshot: Snapshot) -> Snapshot:
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
         ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
         recall_ms_p95=None, exposed_ms_p50=None, exposed_ms_p95=None,
-        coverage=None, badges=(),
+        coverage=None, badges=tuple(badge for badge in snapshot.badges if not badge.startswith(LOW_COVERAGE)),
     )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_beside_busy_processes_everything_has_a_second_turn():
         assert row["wall_ms_beside"] > 0
         assert row["kept"] > 0
         assert row["ms_spread"][0] <= row["ms"] <= row["ms_spread"][1]
-    assert "of its speed beside the load" in line(result["rows"][0])
+    assert "of its speed under load" in line(result["rows"][0])
 
 
 def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):

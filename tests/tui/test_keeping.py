@@ -100,7 +100,8 @@ async def test_figures_stay_where_the_conversation_goes_on_and_are_gone_in_anoth
     await chat.ask("hello")
     await chat.controller.handle(DONE)
     current = chat.controller.state
-    stored = Snapshot("streaming", {}, 5.0, 9, 100, 0, 0, coverage=0.8, badges=("low coverage: 80 %",))
+    badges = ("low coverage: 80 %", "no CUDA graph: hybrid")
+    stored = Snapshot("streaming", {}, 5.0, 9, 100, 0, 0, coverage=0.8, badges=badges)
     await chat.controller.handle(stored)
     await chat.controller.open(current.conversation.id)
     assert chat.view.snapshots[-1] == current.snapshot == stored
@@ -108,7 +109,7 @@ async def test_figures_stay_where_the_conversation_goes_on_and_are_gone_in_anoth
     await chat.controller.handle(replace(stored, total=8))
     assert current.snapshot == replace(stored, total=8)
     await chat.controller.new()
-    assert (current.snapshot.total, current.snapshot.coverage, current.snapshot.badges) == (0, None, ())
+    assert (current.snapshot.total, current.snapshot.coverage, current.snapshot.badges) == (0, None, badges[1:])
 
 
 SPECULATIVE = Switched("full", "speculative", {"budget": 128}, 0, 0, 0.0, given={"speculative": {"budget": 128}})
