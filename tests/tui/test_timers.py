@@ -45,7 +45,7 @@ async def test_what_is_drawn_with_rests_is_drawn_again(running, stands_still):
 
         paced = Paced(app.chat, draw)
         for number in range(3):
-            paced.ask()
+            paced.request()
             await until(lambda number=number: len(drawn) == number + 1)
 
 
@@ -98,14 +98,14 @@ def run(monkeypatch):
 async def test_what_is_asked_for_at_once_is_drawn_once(run):
     pump, paced, drawn = run(0.0)
     for _ in range(5):
-        paced.ask()
+        paced.request()
     assert not drawn
     await pump.until_drawn(drawn)
     assert drawn == [SHORTEST_S]
     while pump.timers:
         await pump.next_timer()
     assert len(drawn) == 1  # nothing was requested since
-    paced.ask()
+    paced.request()
     await pump.until_drawn(drawn)
     assert len(drawn) == 2
 
@@ -114,6 +114,6 @@ async def test_what_is_asked_for_at_once_is_drawn_once(run):
 async def test_the_rest_is_as_long_as_the_layout_wants_it(run, layout_s, rest):
     pump, paced, drawn = run(layout_s)
     for _ in range(3):
-        paced.ask()
+        paced.request()
         await pump.until_drawn(drawn)
     assert [after - before for before, after in pairwise(drawn)] == [pytest.approx(rest, abs=0.002)] * 2

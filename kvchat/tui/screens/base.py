@@ -1,4 +1,4 @@
-"""Bases of the screens over the chat: one of a kind, each closes itself only; some search in a list."""
+"""Base classes of the screens over the chat: dialogs, of which some search in a list, and the command palette."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def refusals_as_toasts(app: App[None]) -> Iterator[None]:
+def errors_as_toasts(app: App[None]) -> Iterator[None]:
     try:
         yield
     except KvchatError as error:
@@ -30,7 +30,7 @@ def refusals_as_toasts(app: App[None]) -> Iterator[None]:
 
 
 def css_of(screen: str, width: int) -> str:
-    """The styles of the screen of that name: Textual applies a screen's ``CSS`` by the name of its own class only."""
+    """The CSS of a screen class by its name; Textual does not apply the ``CSS`` of a screen's base class."""
     return f"""
     {screen} > Vertical {{ width: {width}; height: 90%; }}
     {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}
@@ -40,20 +40,20 @@ def css_of(screen: str, width: int) -> str:
 
 
 class SearchField(Input):
-    """It alone takes the focus and no key has priority, so that all keys wait in one queue and act in their order.
+    """The only widget that takes the focus. No key has priority, so that keys act in the order in which they are typed.
 
-    The keys of the screen are its own, in place of those of a line that are the same.
+    The keys of the screen are bound here and replace the same keys of ``Input``.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("search")
 
 
 class FoundList(OptionList, can_focus=False):
-    """The results; the keys that move in them come through the field."""
+    """The results; the search field passes on the keys that move the highlight."""
 
 
 class Dialog(ModalScreen[None]):
-    """A box in the middle of what lies below it."""
+    """A box in the middle of the screen."""
 
     DEFAULT_CSS = """
     Dialog { align: center middle; }
@@ -61,12 +61,12 @@ class Dialog(ModalScreen[None]):
     """
 
     def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close, unless another screen is on top, which Textual would close: a key pressed twice reaches one twice."""
+        """Close, unless another screen is on top: Textual would close that one when a key is pressed twice quickly."""
         return super().dismiss(result) if self.is_active else AwaitComplete()
 
 
 class SearchScreen(Dialog, Generic[Found]):
-    """``shown`` are the things in the list, by the ids of their options."""
+    """A dialog with a search field; ``shown`` holds the results by the ids of their options."""
 
     AUTO_FOCUS = "SearchField"
 
@@ -79,31 +79,31 @@ class SearchScreen(Dialog, Generic[Found]):
 
     @property
     def highlighted(self) -> Found | None:
-        """The result that Enter would take."""
+        """The result that Enter would choose."""
         option = self.query_one(OptionList).highlighted_option
         return self.shown.get(option.id or "") if option else None
 
 
 def open_once(app: App[None], screen: Screen[None]) -> None:
-    """Open ``screen``, unless one of its kind is open already, perhaps below others.
+    """Open ``screen``, unless one of its class is open already, perhaps below others.
 
-    Two keys in turn would pile up screens without end, and Textual draws each through all below it: at some 45 Python
-    allows no deeper call.
+    Pressing two keys in turn would pile up screens, which Textual draws recursively: at about 45 Python's recursion
+    limit is reached.
     """
     if not any(type(opened) is type(screen) for opened in app.screen_stack):
         app.push_screen(screen)
 
 
 class Palette(CommandPalette):
-    """The command palette; what is found when it is closed already is shown nowhere."""
+    """The command palette; commands found after it was closed are dropped."""
 
     def dismiss(self, result: Any = None) -> AwaitComplete:
-        """As a dialog."""
+        """Close as ``Dialog`` does."""
         return super().dismiss(result) if self.is_active else AwaitComplete()
 
     @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
     async def _gather_commands(self, search_value: str) -> None:
-        """Textual's, which begins by asking for the list: it is no more, or not yet, where a palette closes at once."""
+        """Call Textual's unless the palette is closed: it queries the list, which a closed palette does not have."""
         if self in self.app.screen_stack:
             await inspect.unwrap(CommandPalette._gather_commands)(self, search_value)
 

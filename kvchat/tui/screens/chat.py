@@ -31,7 +31,7 @@ from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens import compare
-from kvchat.tui.screens.base import open_once, refusals_as_toasts
+from kvchat.tui.screens.base import errors_as_toasts, open_once
 from kvchat.tui.screens.choosing import ConversationsScreen, ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison, SwitchLine
@@ -145,7 +145,7 @@ class ChatScreen(Screen[None]):
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             await self.controller.take_back()
 
     async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
@@ -181,7 +181,7 @@ class ChatScreen(Screen[None]):
         if BY_ID[id].needs_argument:
             self.begin_command(f"/{BY_ID[id].command} ")
             return
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             await self._run(BY_ID[id], "")
 
     async def run_keyed(self, id: str) -> None:
@@ -212,7 +212,7 @@ class ChatScreen(Screen[None]):
         prompt.focus()
 
     async def action_ask_example(self, typed: str) -> None:
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             if asked := self._example(typed):
                 await self._do_example(asked)
 
@@ -238,7 +238,7 @@ class ChatScreen(Screen[None]):
     @on(OptionList.OptionSelected, "ConversationColumn")
     async def open_chosen(self, event: OptionList.OptionSelected) -> None:
         if event.option.id and event.option.id != self.controller.state.conversation.id:
-            with refusals_as_toasts(self.app):
+            with errors_as_toasts(self.app):
                 await self.controller.open(event.option.id)
 
     def on_key(self, event: events.Key) -> None:
@@ -435,7 +435,7 @@ class ChatScreen(Screen[None]):
 
     async def _edit_outside(self) -> None:
         prompt = self.query_one(Prompt)
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.written.text))
 
     async def _open_archive(self) -> None:

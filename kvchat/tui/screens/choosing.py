@@ -26,7 +26,7 @@ from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.paths import is_server
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, refusals_as_toasts
+from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, errors_as_toasts
 from kvchat.tui.view import Find
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.base import run_worker
@@ -124,12 +124,12 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     async def _open(self, chosen: Summary) -> None:
         self.dismiss()
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             await self._controller.open(chosen.id, chosen.message)
 
     async def _search(self, text: str) -> None:
         found: list[Summary] | None = None
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             found = await self._controller.archive.search(text)
         if found is None or not self.query(OptionList):
             return  # the screen was closed meanwhile
@@ -145,7 +145,7 @@ class ConversationsScreen(SearchScreen[Summary]):
         self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else shown
 
     async def _try(self, change: Coroutine[Any, Any, None]) -> None:
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             await change
         await self._search(self.query_one(ConversationField).value)
 
@@ -224,12 +224,12 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._show_typed()
         if self.highlighted is not None:
             self.dismiss()
-            with refusals_as_toasts(self.app):
+            with errors_as_toasts(self.app):
                 self._models.plan(self.highlighted.name, None)
 
     def _choose(self, model: FoundModel) -> None:
         async def load() -> None:
-            with refusals_as_toasts(app):
+            with errors_as_toasts(app):
                 await self._models.choose(model.name, {})
 
         app = self.app

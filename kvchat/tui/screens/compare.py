@@ -21,7 +21,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.actions import bindings
 from kvchat.tui.comparisons import FOUND, HEADINGS, MISSED, Comparisons, needle_rows, verdict
-from kvchat.tui.screens.base import Dialog, refusals_as_toasts
+from kvchat.tui.screens.base import Dialog, errors_as_toasts
 from kvchat.tui.state import RunningComparison
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
@@ -113,7 +113,7 @@ class CompareScreen(Dialog):
         """Write the result beside each other as Markdown and as JSON, into the current folder."""
         assert self.shown.result is not None
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
-        with refusals_as_toasts(self.app):
+        with errors_as_toasts(self.app):
             for ending in comparison.FORMATS:
                 comparison.write(self.shown.result, Path(f"{name}{ending}"))
             endings = " and ".join(comparison.FORMATS)

@@ -100,7 +100,7 @@ class Answer(Vertical):
     def feed(self, text: str) -> None:
         """Append text; it is drawn soon."""
         self.text += text
-        self._paced.ask()
+        self._paced.request()
 
     def mark(self, switched: Switched, speed: float | None) -> SwitchMark:
         """Mark a switch at the current end of the text."""
@@ -110,7 +110,7 @@ class Answer(Vertical):
 
     def redraw(self) -> None:
         """Draw the text again, whose marks have changed."""
-        self._paced.ask()
+        self._paced.request()
 
     def forget(self, mark: SwitchMark) -> None:
         """Draw a mark no more."""

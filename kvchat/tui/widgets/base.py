@@ -1,7 +1,7 @@
-"""What other widgets are made of: long plain texts, workers, timers, texts that stream.
+"""Building blocks of the widgets: long plain texts, workers, timers, and drawing at a limited rate.
 
-A key that is typed while something is drawn waits for it. So most of the time nothing is: with 500 messages a layout
-and its drawing take tens of milliseconds.
+A key typed during a layout waits for it, and with 500 messages a layout takes tens of milliseconds. So there are rests
+between layouts.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
 
-SHORTEST_S = 0.05
-LONGEST_S = 0.4
+SHORTEST_S, LONGEST_S = 0.05, 0.4  # from one drawing to the next
 
 
 class PlainText(Widget):
-    """Plain text, wrapped at words, which can be selected."""
+    """Selectable plain text, wrapped at words."""
 
     DEFAULT_CSS = "PlainText { width: 1fr; height: auto; }"
 
     def __init__(self, text: str = "") -> None:
         super().__init__()
         self._lines = _lines(text)
-        self._ends: list[int] = []  # of each line, in rows
+        self._ends: list[int] = []  # the row after the last one of each line
         self._width = 0
 
     @property
     def text(self) -> str:
-        """All of it, with spaces for tabs."""
+        """The whole text, with tabs expanded to spaces."""
         return "\n".join(self._lines)
 
     def show(self, text: str) -> None:
@@ -56,7 +55,7 @@ class PlainText(Widget):
         return max(map(cell_len, self._lines), default=0)
 
     def render_line(self, y: int) -> Strip:
-        """A row; every character knows its place in the text, for the selection."""
+        """A row, with the offset in the text of each character, which selecting needs."""
         width, style = self.size.width, self.rich_style
         self._wrap(width)
         number = bisect_right(self._ends, y)
@@ -67,7 +66,7 @@ class PlainText(Widget):
         pieces = [(line[start:end], style)]
         span = self.text_selection.get_span(number) if self.text_selection else None
         if span is not None:
-            first, last = (min(max(place, start), end) for place in (span[0], span[1] if span[1] >= 0 else end))
+            first, last = (min(max(offset, start), end) for offset in (span[0], span[1] if span[1] >= 0 else end))
             chosen = style + self.screen.get_component_rich_style("screen--selection")
             pieces = [(line[start:first], style), (line[first:last], chosen), (line[last:end], style)]
         strip = Strip([Segment(text, style) for text, style in pieces if text])
@@ -89,7 +88,7 @@ def _lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _rows(line: str, width: int) -> list[tuple[int, int]]:
-    """First and last character of each row of a line; where some are not one cell wide, rows are half full."""
+    """Start and end of each row of a line, in characters; rows with wide characters hold half as many."""
     size = cell_len(line)
     if size <= width:
         return [(0, len(line))]
@@ -102,48 +101,51 @@ def _rows(line: str, width: int) -> list[tuple[int, int]]:
 def run_worker(
     node: DOMNode, work: Callable[[], Coroutine[Any, Any, object]], group: str = "default", exclusive: bool = False
 ) -> None:
-    """Run a coroutine function as a worker of ``node``; an ``exclusive`` one ends the others of its ``group``.
+    """Run a coroutine function as a worker of ``node``; an ``exclusive`` one cancels the others of its ``group``.
 
-    A function, because a worker that is ended before its first step would leave a coroutine that is never awaited.
+    It is a function because a coroutine whose worker is cancelled before its first step would never be awaited.
     """
     node.run_worker(work, group=group, exclusive=exclusive)  # type: ignore[arg-type]  # Textual's type is too narrow
 
 
 def unskipped(timer: Timer) -> Timer:
-    """Let a timer that was just made come late, and not never.
+    """Make a new timer fire late rather than never.
 
-    Textual skips a turn that is over before it begins to wait for it. A timer of one turn is lost for good where the
-    process stands still for that long between two lines; what waits for it, a new size or a growing answer, is too.
+    Textual skips a tick that is due before the timer waits for it. A one-shot timer would then never fire if the
+    process stalled for that long, and a resize or a growing answer would not be drawn.
     """
     timer._skip = False
     return timer
 
 
 def interval(cost_s: float) -> float:
-    """Seconds after a drawing that computed for ``cost_s``: at most a fifth of the time is spent drawing."""
+    """Seconds to rest after a drawing that computed for ``cost_s``, so that drawing takes at most a fifth of the time.
+
+    ``LONGEST_S`` bounds the rest.
+    """
     return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
 
 
 class Paced:
-    """Has ``draw`` called for all that was asked for since the last time, with rests between."""
+    """Calls ``draw`` once for all requests since the last call, with rests between calls."""
 
     def __init__(self, pump: MessagePump, draw: Callable[[], Awaitable[None]]) -> None:
         self._pump, self._draw = pump, draw
-        self._is_asked = self._is_at_work = False
+        self._is_requested = self._is_running = False
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Draw soon."""
-        self._is_asked = True
-        if not self._is_at_work:
-            self._is_at_work = True
+        self._is_requested = True
+        if not self._is_running:
+            self._is_running = True
             self._after(SHORTEST_S, self._work)
 
     async def _work(self) -> None:
-        self._is_at_work = self._is_asked
-        if self._is_asked:
-            self._is_asked, begun = False, thread_time()
+        self._is_running = self._is_requested
+        if self._is_requested:
+            self._is_requested, begun = False, thread_time()
             await self._draw()
-            # A layout and its drawing, which are done by then, cost more than what asked for them.
+            # By then the layout and its drawing are done; they cost more than the update that caused them.
             self._after(SHORTEST_S, partial(self._rest, begun))
 
     def _rest(self, begun: float) -> None:

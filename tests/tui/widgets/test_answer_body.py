@@ -70,7 +70,7 @@ async def test_a_huge_answer_is_shown_whole_with_few_new_widgets_at_a_time(name,
     async with app.run_test(size=(120, 40)) as _:
         answer = paused[0] = await app.query_one(Transcript).add(Answer())
         answer.feed(text[:-4])
-        await wait_for(lambda: not answer._paced._is_asked and "That was" in drawn(answer))
+        await wait_for(lambda: not answer._paced._is_requested and "That was" in drawn(answer))
         assert most_at_once(paused) <= NEW_AT_ONCE
         await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "receipt")
         for word in ("Here it is:", "That was it.", "149" if name == "list" else ""):
@@ -133,9 +133,9 @@ async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_st
         answer = await app.query_one(Transcript).add(Answer())
         if is_streamed:
             answer.feed(first)
-            await wait_for(lambda: not answer._paced._is_asked and links_of(answer) == set())
+            await wait_for(lambda: not answer._paced._is_requested and links_of(answer) == set())
             answer.feed(last)
-            await wait_for(lambda: not answer._paced._is_asked and links_of(answer))
+            await wait_for(lambda: not answer._paced._is_requested and links_of(answer))
         await answer.finish(Message(parent=None, role="assistant", text=first + last, ending="eos"), "")
         assert links_of(answer) == {f"link('https://{name}.org')" for name in ("zero", "one", "another")}
 

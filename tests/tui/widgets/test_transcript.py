@@ -108,7 +108,7 @@ async def test_html_is_text_and_a_thought_is_folded(running):
         answer = answers(app)[0]
         for piece in (HTML[:12], HTML[12:40], HTML[40:]):
             await app.controller.handle(Text(piece, 1))
-            await until(lambda: not answer._paced._is_asked)
+            await until(lambda: not answer._paced._is_requested)
         await until(lambda: "six" in drawn(app))
         await app.controller.handle(Finished("eos", HTML, Stats(generated_tokens=1)))
         await until(lambda: answer.finished and "six" in drawn(app))
