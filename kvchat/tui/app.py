@@ -111,7 +111,7 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
     for action in KEYED:
         if action.scope in REACHED and action.run not in commands:
             doc = f"{action.doc}  {describe_keys(action, keys)}"
-            start = partial(run_worker, chat, partial(chat.run_keyed, action.id))
+            start = partial(run_worker, chat, partial(chat.run_from_palette, action.id))
             yield SystemCommand(action.id.replace(".", " "), doc, start)
     for name in (AUTO, *mode_names()):
         yield SystemCommand(f"mode {name}", choosable()[name].title, partial(run, f"/mode {name}"))

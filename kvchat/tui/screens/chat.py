@@ -1,4 +1,4 @@
-"""The chat screen: composes the widgets, passes the user's wishes to the controller and shows what it reports."""
+"""The chat screen: composes the widgets, passes user actions to the controller and shows what it reports."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ QUIT_WINDOW_S = 2.0
 PARTS: dict[Scope, type[Widget]] = {
     "prompt": Prompt, "transcript": Transcript, "ribbon": Ribbon, "panels": KvColumn,
 }  # fmt: skip
-"""The parts of the screen by the scope of their keys."""
-WITH_CONVERSATIONS = 190  # cells a line: the three columns leave the transcript 82
+"""The parts of the screen, by the scope of the keys that act there."""
+WITH_CONVERSATIONS = 190  # cells of width: next to all three columns the transcript still has 82
 
 
 class ChatScreen(Screen[None]):
-    """The ``ChatView`` of one controller; ``keys`` are the changed keys by the id of their action."""
+    """The ``ChatView`` of one controller; ``keys`` are the rebound keys by the id of their action."""
 
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (Textual declares it)
@@ -74,7 +74,7 @@ class ChatScreen(Screen[None]):
         self.controller = ChatController(config, client, self)
         self._keys = keys
         self._themes = themes
-        self._resume, self._first = config.resume, config.prompt.strip()
+        self._resume, self._first_question = config.resume, config.prompt.strip()
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
 
@@ -96,20 +96,20 @@ class ChatScreen(Screen[None]):
         self.query_one(ModeBar).is_recording = bool(self.controller.replay.name)
         self.show_state(self.controller.state)
         await self._transcript.add(self._welcome())
-        if self._first:  # else what was typed before this would be lost
-            self.query_one(Prompt).replace_all(self._first)
+        if self._first_question:  # an empty one would erase what the user has already typed
+            self.query_one(Prompt).replace_all(self._first_question)
         run_worker(self, self.controller.listen)
         run_worker(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Show the conversations where the transcript keeps its width."""
+        """Show the column of conversations if the transcript stays wide enough."""
         self.set_class(event.size.width >= WITH_CONVERSATIONS, "with-conversations")
 
-    # ---- what the user asks for ------------------------------------------------------------------
+    # ---- user actions ----------------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Run a command, or ask a question; what is refused is given back."""
+        """Run a command or ask a question; text that is refused returns to the prompt."""
         is_done = await (self.run_command(message.text.strip()) if message.is_command else self._ask(message))
         prompt = self.query_one(Prompt)
         (prompt.remember if is_done else prompt.give_back)(message)
@@ -118,7 +118,7 @@ class ChatScreen(Screen[None]):
         text = message.text
         try:
             if asked := self._example(text):
-                await self._do_example(asked)
+                await self._run_example(asked)
             elif text.strip():
                 await self.controller.ask(arguments.compose(message.parts, self.controller.state))
             elif self.controller.answers.queue.is_held:
@@ -132,26 +132,26 @@ class ChatScreen(Screen[None]):
         return True
 
     def _example(self, typed: str) -> str | None:
-        """The question or command that stands on the first screen for what was typed; None elsewhere."""
+        """The example on the first screen that was typed by its number; None if there is none."""
         if not self.query(Welcome) or self.controller.replay.name:
             return None
         return example(typed, self.controller.models.in_use.model)
 
-    async def _do_example(self, asked: str) -> None:
+    async def _run_example(self, asked: str) -> None:
         if is_command(asked):
             await self.run_command(asked)
         else:
             await self.controller.ask(asked)
 
     async def on_prompt_took_back(self) -> None:
-        """Give the question queued last back; another text may have been begun meanwhile."""
+        """Move the last queued question to the prompt, unless another text has been begun there."""
         with errors_as_toasts(self.app):
             await self.controller.take_back()
 
     async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
-        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript. Whether it was run.
+        """Run a slash command, queued behind waiting questions unless ``is_its_turn``; return False if it is refused.
 
-        It waits behind questions that do, unless ``is_its_turn``.
+        A usage error is shown as a toast, another error in the transcript.
         """
         try:
             await self._run(*parse_command(line), is_typed=not is_its_turn)
@@ -164,7 +164,7 @@ class ChatScreen(Screen[None]):
         return False
 
     async def _run_deferred(self, line: str) -> None:
-        """Run a command that waited; one that is refused comes back into the prompt, unless another text is there."""
+        """Run a queued command; a refused one returns to the prompt, unless another text is there."""
         if not await self.run_command(line, is_its_turn=True):
             self.restore_prompt(line)
 
@@ -172,20 +172,20 @@ class ChatScreen(Screen[None]):
         self.query_one(Prompt).begin(line)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The keys of a replay act, and are hinted, in one only."""
+        """Enable the keys of a replay, and their hints, only during one."""
         is_of_replay = action == "run" and str(parameters[0]).startswith(REPLAY)
         return bool(self.controller.replay.name) if is_of_replay else super().check_action(action, parameters)
 
     async def action_run(self, id: str) -> None:
-        """Run an action of the table by its key; a refusal is a toast."""
+        """Run an action of the table of actions; one that needs an argument begins its command in the prompt."""
         if BY_ID[id].needs_argument:
             self.begin_command(f"/{BY_ID[id].command} ")
             return
         with errors_as_toasts(self.app):
             await self._run(BY_ID[id], "")
 
-    async def run_keyed(self, id: str) -> None:
-        """Run an action without a command as its key does, in the part of the screen where that acts."""
+    async def run_from_palette(self, id: str) -> None:
+        """Run an action that has a key but no command, in the part of the screen where that key acts."""
         action = BY_ID[id]
         if action.run:
             await self.action_run(id)
@@ -197,13 +197,13 @@ class ChatScreen(Screen[None]):
             await self.run_action(action.action)
 
     async def action_run_lines(self, lines: Sequence[str]) -> None:
-        """Run slash commands one after the other, as if they were typed."""
+        """Run slash commands in turn, as if they were typed."""
         self.query_one(Prompt).focus()
         for line in lines:
             await self.run_command(line)
 
     async def action_stop(self) -> None:
-        """Stop the answer, the loading of a model or the editing of a message, and focus the prompt."""
+        """Stop the answer, loading a model and editing a message, and focus the prompt."""
         await self.controller.stop_work()
         prompt = self.query_one(Prompt)
         if self.controller.state.edited is not None:
@@ -214,25 +214,25 @@ class ChatScreen(Screen[None]):
     async def action_ask_example(self, typed: str) -> None:
         with errors_as_toasts(self.app):
             if asked := self._example(typed):
-                await self._do_example(asked)
+                await self._run_example(asked)
 
     def action_editor(self) -> None:
         run_worker(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_details(self) -> None:
-        """Show what each layer and KV head reads, how long fetching took, what the GPU did, and the last events."""
+        """Open the details; they repeat the events unless the detail column shows them."""
         events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
         open_once(self.app, DetailsScreen(self.controller, events))
 
     @on(ShowsFigures.Changed)
     def watch_figures(self) -> None:
-        """Details are wanted while their column is on the screen, a server's figures while any is."""
+        """Request details while the detail column is visible; with a server, while any column of figures is."""
         details = self.query_one(DetailColumn).is_on_screen
         details |= self.controller.state.is_served and self.query_one(KvColumn).is_on_screen
         (self.controller.details.begin if details else self.controller.details.end)("column")
 
     def action_conversations(self, text: str = "") -> None:
-        """Show the conversations kept, those that say ``text``."""
+        """List the saved conversations that contain ``text``."""
         open_once(self.app, ConversationsScreen(self.controller, text))
 
     @on(OptionList.OptionSelected, "ConversationColumn")
@@ -242,7 +242,7 @@ class ChatScreen(Screen[None]):
                 await self.controller.open(event.option.id)
 
     def on_key(self, event: events.Key) -> None:
-        """Type into the prompt while another part has the focus."""
+        """Move the focus to the prompt when the user types elsewhere."""
         prompt = self.query_one(Prompt)
         if event.is_printable and event.character and event.key not in self.active_bindings and not prompt.has_focus:
             event.stop()
@@ -250,7 +250,7 @@ class ChatScreen(Screen[None]):
             prompt.insert(event.character)
 
     async def action_interrupt(self) -> None:
-        """Copy the selection, else stop the answer, else quit when pressed twice."""
+        """Copy the selection; else stop the answer; else quit if pressed twice."""
         selected = self.query_one(Prompt).selected_text or self.get_selected_text()
         if selected:
             self.copy(selected)
@@ -263,7 +263,7 @@ class ChatScreen(Screen[None]):
             self.toast(f"Press {self._key('interrupt')} again to quit.", timeout=QUIT_WINDOW_S)
 
     def action_panels(self) -> None:
-        """Show all figures; from there no panels; from there the four of the beginning."""
+        """Cycle from the four plain figures to all figures, to no panels, and back."""
         shown, is_all = bool(self.query_one(KvColumn).display), self.has_class("figures-all")
         self.set_class(shown and not is_all, "figures-all")
         self.set_class(not shown or not is_all, "panels-on")
@@ -275,9 +275,9 @@ class ChatScreen(Screen[None]):
     def action_newest(self) -> None:
         self._transcript.jump_to_end()
 
-    def action_page(self, way: str) -> None:
-        """Scroll the transcript by a page, wherever the focus is."""
-        getattr(self._transcript, f"scroll_page_{way}")(animate=False)
+    def action_page(self, direction: str) -> None:
+        """Scroll the transcript ``up`` or ``down`` by a page, wherever the focus is."""
+        getattr(self._transcript, f"scroll_page_{direction}")(animate=False)
 
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
@@ -287,7 +287,7 @@ class ChatScreen(Screen[None]):
         if id is None or not await self._transcript.go_to(id):
             self.toast(f"Token {count(message.position)} is in no message shown here.")
 
-    # ---- what the controller shows: ``ChatView`` ---------------------------------------------------
+    # ---- ``ChatView``: the controller calls these --------------------------------------------------
 
     @property
     def chosen(self) -> str | None:
@@ -318,13 +318,13 @@ class ChatScreen(Screen[None]):
         return await self._transcript.add(Answer())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchLine:
-        answer = next((one for one in self._transcript.query(Answer) if not one.finished), None)
+        answer = next((answer for answer in self._transcript.query(Answer) if not answer.finished), None)
         if answer is not None:
             return answer.mark(switched, speed)
         return await self._transcript.add(SwitchNote(switched, speed))
 
     def add_way_back(self, switched: Switched) -> None:
-        """Show nothing: the line of the switch before is gone."""
+        """Do nothing: the line of the reverted switch has been removed."""
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
@@ -388,7 +388,7 @@ class ChatScreen(Screen[None]):
         return prompt.restore(text)
 
     def copy(self, text: str) -> None:
-        """Copy to the terminal's clipboard, and to the system's where that is the person's."""
+        """Copy to the terminal's clipboard, and to the system's unless the session is remote."""
         self.app.copy_to_clipboard(text)
         if terminal.has_system():
             run_worker(self, partial(self._copy_to_system, text), group="clipboard")
@@ -400,7 +400,7 @@ class ChatScreen(Screen[None]):
         return self.query_one(Transcript)
 
     def _add(self, widget: Widget) -> None:
-        """Mount without waiting, in the order of the calls."""
+        """Mount in the background, in the order of the calls."""
         run_worker(self, partial(self._transcript.add, widget), group="messages")
 
     async def _copy_to_system(self, text: str) -> None:
@@ -414,7 +414,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Ribbon).ticks = self.query_one(Timeline).ticks = positions
 
     async def _run(self, action: Action, argument: str, is_typed: bool = False) -> None:
-        """Run an action, or let it wait for the model or for its turn."""
+        """Run an action, or queue it until the model is loaded or the questions before it are answered."""
         if self.controller.has_to_wait(action.needs_model(argument), is_typed and action.keeps_turn(argument)):
             line = f"/{action.command} {argument}".rstrip()
             await self.controller.defer(line, partial(self._run_deferred, line))
@@ -443,6 +443,6 @@ class ChatScreen(Screen[None]):
         if latest is not None:
             for welcome in self.query(Welcome):
                 welcome.offer(latest.title)
-        if self._first:  # asked in the conversation gone on with
+        if self._first_question:  # only now: it belongs to the resumed conversation
             self.query_one(Prompt).action_send()
         await self.controller.keep()
