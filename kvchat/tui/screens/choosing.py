@@ -1,4 +1,4 @@
-"""Screens to choose from: the conversations kept, and the models on this machine."""
+"""Two screens with a list to choose from: the saved conversations, and the models on this machine."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.base import run_worker
 from kvchat.units import count, size
 
-FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
+FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code; an excerpt may cut its line off
 PROBLEM_CELLS = 50
-WIDTH, BESIDE = 100, 6  # cells of the list of conversations, and of what is beside its text
-DOWNLOADED = "download"  # the kind of a model that is not on this machine
+WIDTH, FRAME = 100, 6  # cells of the box of conversations, and of them its border, padding and scrollbar
+DOWNLOADED = "download"  # the kind of a model that is not on this machine yet
 
 
 class ConversationField(SearchField):
-    """Words of a conversation."""
+    """Words to search for in all conversations."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("conversations")
 
 
 class TitleField(Input):
-    """A new title, shown while it is written."""
+    """A new title, shown during renaming."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("title")
 
 
 class ConversationsScreen(SearchScreen[Summary]):
-    """Search in all messages for the text being typed; the list below shows the conversations found."""
+    """Lists the conversations with a message that contains the typed text."""
 
     CSS = css_of("ConversationsScreen", WIDTH)
 
@@ -75,7 +75,7 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     @on(Input.Changed, "ConversationField")
     def search(self, event: Input.Changed) -> None:
-        """Search for what is typed; the search before is given up."""
+        """Search for the typed text, and cancel the search before."""
         run_worker(self, partial(self._search, event.value), group="search", exclusive=True)
 
     async def action_choose(self) -> None:
@@ -87,16 +87,16 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._open(self.shown[event.option.id or ""])
 
     async def action_rename(self) -> None:
-        """Write another title for the highlighted conversation."""
+        """Show the field for a new title of the highlighted conversation."""
         if (chosen := await self._chosen()) is not None:
             self._renamed = chosen.id
             title = self.query_one(TitleField)
             title.value, title.display = chosen.title, True
-            self.set_focus(title)  # at once: the next key is for it
+            self.set_focus(title)  # focus() would take effect only after the next key
 
     @on(Input.Submitted, "TitleField")
-    async def take_title(self, event: Input.Submitted) -> None:
-        """Give the conversation the title written; none leaves it as it was."""
+    async def submit_title(self, event: Input.Submitted) -> None:
+        """Rename the conversation, unless the field is empty."""
         self.action_leave_title()
         if event.value.strip():
             await self._try(self._controller.rename(event.value, self._renamed))
@@ -116,7 +116,7 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._try(self._controller.restore())
 
     async def _chosen(self) -> Summary | None:
-        """The highlighted conversation, once the search for all that was typed before is done."""
+        """The highlighted conversation, after a search for everything that has been typed."""
         text = self.query_one(ConversationField).value
         if text != self._text:
             await self._search(text)
@@ -137,12 +137,12 @@ class ConversationsScreen(SearchScreen[Summary]):
         self.shown = {summary.id: summary for summary in found}
         options = self.query_one(OptionList)
         options.clear_options()
-        now, width = time.time(), min(self.app.size.width, WIDTH) - BESIDE
-        options.add_options(Option(describe_kept(summary, now, width), summary.id) for summary in found)
+        now, width = time.time(), min(self.app.size.width, WIDTH) - FRAME
+        options.add_options(Option(describe_saved(summary, now, width), summary.id) for summary in found)
         if found:
             options.highlighted = 0
-        shown = "nothing found" if text else "none yet: the first question begins one"
-        self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else shown
+        empty = "nothing found" if text else "none yet: the first question begins one"
+        self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else empty
 
     async def _try(self, change: Coroutine[Any, Any, None]) -> None:
         with errors_as_toasts(self.app):
@@ -150,8 +150,8 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._search(self.query_one(ConversationField).value)
 
 
-def describe_kept(summary: Summary, now: float, width: int) -> Content:
-    """Title, age and size in ``width`` cells; below it the words found."""
+def describe_saved(summary: Summary, now: float, width: int) -> Content:
+    """A line of ``width`` cells with title, age and number of messages; below it the excerpt that was found."""
     facts = Content.styled(f"   {describe_age(now - summary.updated)} · {count(summary.messages, 'message')}", "dim")
     title = Content(visible(summary.title or "(no title)"))
     line = title.truncate(max(width - facts.cell_length, 12), ellipsis=True) + facts
@@ -173,13 +173,13 @@ def describe_age(age_s: float) -> str:
 
 
 class ModelField(SearchField):
-    """A name, part of one, or a path."""
+    """A model's name or part of one, or a path."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("models")
 
 
 class ModelsScreen(SearchScreen[FoundModel]):
-    """Search in the names of models for the text being typed; it may also be a path or a name on the hub."""
+    """Lists the models whose names contain the typed text, which may also be a path, a hub name or a server."""
 
     CSS = css_of("ModelsScreen", width=110)
 
@@ -202,14 +202,14 @@ class ModelsScreen(SearchScreen[FoundModel]):
             yield KeyHints()
 
     def on_mount(self) -> None:
-        run_worker(self, self._look)
+        run_worker(self, self._find_models)
 
     @on(Input.Changed)
     def search(self) -> None:
         self._show_typed()
 
     def action_choose(self) -> None:
-        """Load the highlighted model, once the models are found."""
+        """Load the highlighted model; before the models are found, remember to do so then."""
         self._is_chosen = self._found is None
         self._show_typed()
         if self.highlighted is not None:
@@ -220,7 +220,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._choose(self.shown[event.option.id or ""])
 
     def action_plan(self) -> None:
-        """Show what the highlighted model will take, in the transcript."""
+        """Show in the transcript how much memory the highlighted model needs."""
         self._show_typed()
         if self.highlighted is not None:
             self.dismiss()
@@ -234,10 +234,10 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
         app = self.app
         self.dismiss()
-        run_worker(app, load)  # this screen's own work ends with it
+        run_worker(app, load)  # closing this screen cancels its own workers
 
-    async def _look(self) -> None:
-        """Look for models beside the screen's work: folders may be large and disks slow."""
+    async def _find_models(self) -> None:
+        """Search for models in the background: folders may be large and disks slow."""
         load, snapshot = self._models.in_use, self._controller.state.snapshot
         released = snapshot.weight_bytes + snapshot.kv_device_bytes if snapshot else 0
         self._room, self._found = await asyncio.gather(asyncio.to_thread(room, load.device, released), self._find())
@@ -247,7 +247,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
                 self.action_choose()
 
     def _show_typed(self) -> None:
-        """Show what is typed, unless the list shows it: keys may come before the field tells of a change."""
+        """Bring the list up to date: a key may be handled before the field reports that its text has changed."""
         if self._text != self.query_one(Input).value.strip():
             self._show()
 
@@ -256,7 +256,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
             return
         self._text = text = self.query_one(Input).value.strip()
         models = [model for model in self._found if text.lower() in model.name.lower()]
-        models = [*models, *typed(text, models)]
+        models = [*models, *typed_model(text, models)]
         self.shown = {model.name: model for model in models}
         options = self.query_one(OptionList)
         options.clear_options()
@@ -274,29 +274,29 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self.query_one("#room", Static).update(free)
 
 
-def typed(text: str, found: list[FoundModel]) -> list[FoundModel]:
-    """The model that ``text`` names by itself: a folder, a GGUF file, a server, or a repository to be downloaded."""
+def typed_model(text: str, found: list[FoundModel]) -> list[FoundModel]:
+    """The model outside the list that ``text`` names: a folder, a GGUF file, a server or a repository to download."""
     if not text or any(model.name == text and not model.problem for model in found):
         return []
     if is_server(text):
         return [FoundModel(text, "server", served="contacted when chosen")]
-    if (there := catalog.at(Path(text))) is not None:
-        return [there]
+    if (local := catalog.at(Path(text))) is not None:
+        return [local]
     return [FoundModel(text, DOWNLOADED)] if catalog.is_hub_name(text) else []
 
 
-def describe_model(model: FoundModel, dtype: str, there: Room, width: int, is_in_use: bool = False) -> Content:
-    """Name, kind, size on disk, type, and whether it fits, in ``width`` cells."""
+def describe_model(model: FoundModel, dtype: str, memory: Room, width: int, is_in_use: bool = False) -> Content:
+    """Name, kind, size on disk, type, and whether it fits in ``memory``, in ``width`` cells."""
     home = os.path.expanduser("~")
     name = visible(model.name.replace(home, "~", 1) if model.name.startswith(f"{home}/") else model.name)
-    facts = _facts(model, dtype, there)
+    facts = _facts(model, dtype, memory)
     longest = max(width - facts.cell_length - 3, 12)
     name = name if len(name) <= longest else f"…{name[1 - longest :]}"  # paths differ at their ends
     left = Content.assemble(("● " if is_in_use else "  ", "$primary"), name)
     return left.truncate(longest + 2, ellipsis=True, pad=True) + " " + facts
 
 
-def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
+def _facts(model: FoundModel, dtype: str, memory: Room) -> Content:
     if model.kind == DOWNLOADED:
         return Content.assemble(("↓ will be downloaded", "$primary"))
     if model.served is not None:
@@ -304,7 +304,7 @@ def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(model.weights.type):<9}"
-    found = fit(model, dtype, there)
+    found = fit(model, dtype, memory)
     assert found is not None
     needed = size(found.needed)
     fits, style = f"~ {found.quantize} fits, {needed}", "$warning"

@@ -1,4 +1,4 @@
-"""The comparison: answers side by side, their first difference marked, table and verdict; the needle demonstration."""
+"""The comparison screen: answers side by side with their first difference marked, and figures; the needle screen."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvchat.tui.state import RunningComparison
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
 
-MARK = "▶"  # before the first token that another answer does not have
-WIDTH, BESIDE = 92, 6  # cells of the box, and of what is beside the table in it
-GAP, ANSWER, RIGHT = 2, 1, 2  # between columns; the column of answers, and that behind which are numbers
-LEAST, KEPT = 8, 4  # cells of an answer, and columns that give way only after it
+MARK = "▶"  # before the first token that the answers do not share
+WIDTH, FRAME = 92, 6  # cells of the box, and of them its border, padding and scrollbar
+GAP, ANSWER, FOUND_IN = 2, 1, 2  # cells between columns; indices of the answer and of whether it has the fact
+MIN_ANSWER, MIN_COLUMNS = 8, 4  # cells of an answer; number of columns at which it is left out rather than another
 
 
 class CompareScreen(Dialog):
-    """Shows one comparison, ``shown``, from its beginning on."""
+    """Shows the comparison ``shown``, also while it is running."""
 
     CSS = """
     CompareScreen #question { height: auto; max-height: 2; color: $text-muted; }
@@ -74,20 +74,20 @@ class CompareScreen(Dialog):
         self.show()
 
     def show(self) -> None:
-        if self._is_composed:  # the engine may report while some of the widgets are still to come
+        if self._is_composed:  # the engine may report before all widgets are mounted
             self.draw(self.shown)
             self.refresh_bindings()
 
     def draw(self, shown: RunningComparison) -> None:
         self.query_one("#question", Static).update(visible(shown.question.strip()))
         answers = self.query("#answers Static").results(Static)
-        said = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))
-        if shown.result:  # a variant that did not come to answer has none
-            alike = first_difference(shown.result.runs)
-            texts = [answer_text(run, alike) for run in shown.result.runs]
-            texts += [Content("")] * (len(shown.variants) - len(texts))
+        if shown.result:
+            shared = first_difference(shown.result.runs)
+            texts = [answer_text(run, shared) for run in shown.result.runs]
+            texts += [Content("")] * (len(shown.variants) - len(texts))  # of variants that did not run
         else:
-            texts = [Content(visible(text)) for text in said]
+            progress = map(shown.progress.get, range(len(shown.variants)))
+            texts = [Content(visible(partial.text if partial else "")) for partial in progress]
         for static, text in zip(answers, texts, strict=True):
             static.update(text)
         verdict = self.query_one("#verdict", Static)
@@ -99,18 +99,18 @@ class CompareScreen(Dialog):
         self.query_one(Vertical).border_subtitle = f"seed {shown.sampling.seed}"
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """True if a key does this now: only a result is written."""
+        """Enable writing once there is a result."""
         return action != "write" or self.shown.result is not None
 
     def action_leave(self) -> None:
-        """Stop the comparison; close it when it is over."""
+        """Stop the comparison; close the screen if it is over."""
         if self.shown.is_over:
             self.dismiss()
         else:
             self._comparisons.stop()
 
     def action_write(self) -> None:
-        """Write the result beside each other as Markdown and as JSON, into the current folder."""
+        """Write the result into the current folder, as Markdown and as JSON."""
         assert self.shown.result is not None
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
         with errors_as_toasts(self.app):
@@ -120,15 +120,17 @@ class CompareScreen(Dialog):
             self.app.notify(f"{Path(name).absolute()}: {endings}", title="Written", timeout=10)
 
 
-def answer_text(run: Run, alike: int | None) -> Content:
-    """An answer whose first ``alike`` tokens all have: they are dim, and the token after them is marked."""
+def answer_text(run: Run, shared: int | None) -> Content:
+    """An answer with the first ``shared`` tokens, which all answers begin with, dim and the next token marked.
+
+    None: the answers do not differ.
+    """
     if run.refusal:
         return Content(visible(run.refusal))
-    if alike is None:
+    if shared is None:
         return Content(visible(run.text))
-    same, other, rest = (
-        visible("".join(run.pieces[part])) for part in (slice(alike), slice(alike, alike + 1), slice(alike + 1, None))
-    )
+    slices = slice(shared), slice(shared, shared + 1), slice(shared + 1, None)
+    same, other, rest = (visible("".join(run.pieces[part])) for part in slices)
     return Content.assemble((same, "dim"), (f"{MARK}{other}", "bold reverse $warning"), rest)
 
 
@@ -145,7 +147,7 @@ def figures_table(result: Comparison) -> Table:
 
 
 class NeedleScreen(CompareScreen):
-    """Rows fill as the modes answer."""
+    """Shows a needle comparison as a table that fills as the modes answer."""
 
     CSS = """
     NeedleScreen > Vertical { width: 92; height: auto; }
@@ -175,13 +177,13 @@ class NeedleScreen(CompareScreen):
             )  # fmt: skip
         self.query_one("#question", Static).update(fact)
         colors = self.app.theme_variables
-        room = min(self.app.size.width, WIDTH) - BESIDE
+        room = min(self.app.size.width, WIDTH) - FRAME
         self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"], room))
         self.query_one("#verdict", Static).update(visible(verdict(shown) if shown.is_over else shown.stage))
 
 
 def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> None:
-    """Show a comparison or a needle in its own screen, which is opened once and may lie below another."""
+    """Show a comparison or a needle in its own screen, opened unless it is already, perhaps below another screen."""
     for screen in app.screen_stack:
         if isinstance(screen, CompareScreen) and screen.shown is shown:
             screen.show()
@@ -192,21 +194,25 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 def needle_table(shown: RunningComparison, good: str, bad: str, room: int) -> Table:
     """A row for each mode in ``room`` cells; ``good`` and ``bad`` are colors.
 
-    The figures keep their width; the answer has what is left, and where that is little the last figures give way.
+    The other columns keep their width and the answer gets the rest. If that is too little, first the last columns are
+    left out, then the answer.
     """
     rows = [HEADINGS, *needle_rows(shown)]
     widths = [max(cell_len(row[at]) for row in rows) for at in range(len(HEADINGS))]
-    places = list(range(len(HEADINGS)))
-    while (left := room - sum(widths[at] + GAP for at in places if at != ANSWER)) < LEAST and len(places) > KEPT:
-        places.pop()
-    widths[ANSWER] = min(widths[ANSWER], left)
-    if left < LEAST:
-        places.remove(ANSWER)
+    columns = list(range(len(HEADINGS)))
+    while (rest := room - sum(widths[at] + GAP for at in columns if at != ANSWER)) < MIN_ANSWER and len(
+        columns
+    ) > MIN_COLUMNS:
+        columns.pop()
+    widths[ANSWER] = min(widths[ANSWER], rest)
+    if rest < MIN_ANSWER:
+        columns.remove(ANSWER)
     table = Table.grid(padding=(0, GAP, 0, 0))
-    for at in places:
-        right: Literal["left", "right"] = "right" if at > RIGHT else "left"
-        table.add_column(width=widths[at], no_wrap=True, justify=right, overflow="ellipsis")
+    for at in columns:
+        justify: Literal["left", "right"] = "right" if at > FOUND_IN else "left"
+        table.add_column(width=widths[at], no_wrap=True, justify=justify, overflow="ellipsis")
     for number, row in enumerate(rows):
-        found = {FOUND: good, MISSED: bad}.get(row[2], "")
-        table.add_row(*(Text(row[at], style="dim" if not number else found if at == 2 else "") for at in places))
+        color = {FOUND: good, MISSED: bad}.get(row[FOUND_IN], "")
+        cells = (Text(row[at], style=color if at == FOUND_IN else "") for at in columns)
+        table.add_row(*cells, style="" if number else "dim")
     return table

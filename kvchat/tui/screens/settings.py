@@ -1,4 +1,4 @@
-"""The settings: find one, change it, keep it."""
+"""The settings screen: find a setting, change it, save it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvchat.tui.screens.base import Dialog
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
 
-REFRESH_S = 0.3  # the engine answers a change of the mode later
+REFRESH_S = 0.3  # the engine confirms a change of the mode later
 NAME_CELLS, VALUE_CELLS = 24, 26
 
 
 class SettingsScreen(Dialog):
-    """Narrow the list by the typed text; Enter or a click changes the chosen setting in the line below the list."""
+    """A list narrowed by the typed text; Enter or a click edits the highlighted setting below the list."""
 
     CSS = """
     SettingsScreen > Vertical { width: 104; height: 94%; }
@@ -68,11 +68,10 @@ class SettingsScreen(Dialog):
         self._show()
         self.set_interval(REFRESH_S, self._refresh)
 
-    # ---- what the user does ----------------------------------------------------------------------
+    # ---- user actions ----------------------------------------------------------------------------
 
     @on(Input.Changed, "#find")
     def find(self) -> None:
-        """List the settings whose name or description has what is typed."""
         self._show()
 
     @on(OptionList.OptionHighlighted, "#list")
@@ -83,7 +82,7 @@ class SettingsScreen(Dialog):
     @on(Input.Submitted, "#find")
     @on(OptionList.OptionSelected, "#list")
     def edit(self) -> None:
-        """Open the highlighted setting: its choices as a list, else its value as a line."""
+        """Edit the highlighted setting: show its choices as a list, or its value in a text field."""
         setting = self._highlighted
         if setting is None:
             return
@@ -95,7 +94,7 @@ class SettingsScreen(Dialog):
             choices.clear_options()
             choices.add_options(Option(visible(word)) for word in setting.choices)
             choices.highlighted = setting.choices.index(setting.text) if setting.text in setting.choices else 0
-            self.set_focus(choices)  # at once: the next key is for it
+            self.set_focus(choices)  # focus() would take effect only after the next key
         else:
             self.query_one("#edit").display = True
             self.query_one("#name", Static).update(f"{setting.key[-1]} = ")
@@ -104,26 +103,26 @@ class SettingsScreen(Dialog):
             self.set_focus(value)
 
     @on(Input.Submitted, "#value")
-    def take_value(self, event: Input.Submitted) -> None:
+    def submit_value(self, event: Input.Submitted) -> None:
         self._change(event.value.strip())
 
     @on(OptionList.OptionSelected, "#choices")
-    def take_choice(self, event: OptionList.OptionSelected) -> None:
+    def submit_choice(self, event: OptionList.OptionSelected) -> None:
         if self._edited is not None:
             self._change(self._edited.choices[event.option_index])
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """True if a key does this now; in the line of a value its own keys count."""
+        """Leave these keys to the text field while a value is edited in it."""
         return action not in ("default", "move") or not self.query_one("#value").has_focus
 
     def action_move(self, rows: int) -> None:
-        """Go to another setting, or to another choice while one is being chosen."""
+        """Move the highlight by ``rows``: in the open list of choices, else in the list of settings."""
         options = self.query_one("#choices" if self.query_one("#choices").has_focus else "#list", OptionList)
         for _ in range(abs(rows)):
             (options.action_cursor_down if rows > 0 else options.action_cursor_up)()
 
     def action_default(self) -> None:
-        """Give the highlighted setting its default again."""
+        """Reset the highlighted setting to its default."""
         if (setting := self._highlighted) is not None:
             self._close_edit()
             self._edited = setting
@@ -137,7 +136,7 @@ class SettingsScreen(Dialog):
         self._show()
 
     def action_leave(self) -> None:
-        """Leave the edited setting as it is, else close."""
+        """Cancel editing; else close the screen, with a note if settings are unsaved."""
         if self._edited is not None:
             self._close_edit()
         else:
@@ -180,14 +179,14 @@ class SettingsScreen(Dialog):
 
     def _found(self) -> list[Setting]:
         words = self.query_one("#find", Input).value.lower().split()
-        every = self._editor.settings()
-        return [one for one in every if all(word in f"{dotted(one.key)} {one.doc}".lower() for word in words)]
+        texts = ((setting, f"{dotted(setting.key)} {setting.doc}".lower()) for setting in self._editor.settings())
+        return [setting for setting, text in texts if all(word in text for word in words)]
 
     def _show(self) -> None:
-        """List the settings that fit what is typed, the highlighted one where it was."""
+        """List the settings that match the typed text, and keep the highlight on the same setting."""
         found = self._found()
         before = self._highlighted
-        self._listed = {dotted(one.key): one for one in found}
+        self._listed = {dotted(setting.key): setting for setting in found}
         rows: list[Option] = []
         section: Key = ()
         for setting in found:
@@ -196,7 +195,7 @@ class SettingsScreen(Dialog):
                 rows.append(Option(Content(f"[{dotted(section)}]"), disabled=True))
             rows.append(Option(line(setting), dotted(setting.key)))
         options = self.query_one("#list", OptionList)
-        options.set_options(rows)  # together: each alone lays the list out again
+        options.set_options(rows)  # in one call: each added row would cost a layout
         if found:
             kept = before is not None and dotted(before.key) in self._listed
             options.highlighted = options.get_option_index(dotted(before.key if before and kept else found[0].key))
@@ -206,7 +205,7 @@ class SettingsScreen(Dialog):
 
 
 def line(setting: Setting) -> Content:
-    """Name, value and source in columns; a value that is not the default stands out."""
+    """Name, value and source in columns; a value other than the default is bold."""
     value = visible(setting.shown).replace("\n", " ")
     if len(value) >= VALUE_CELLS:
         value = f"{value[: VALUE_CELLS - 2]}…"
@@ -221,7 +220,7 @@ def line(setting: Setting) -> Content:
 
 
 def about(setting: Setting) -> Content:
-    """Explain a setting: its values, when a change counts and which source set it."""
+    """Explain a setting: its values, when a change takes effect and which source set it."""
     takes = f"Takes {setting.takes}. " if setting.takes != setting.doc else ""
     when = "A change takes effect at once." if setting.is_live else "A change takes effect at the next start."
     return Content.assemble(

@@ -9,7 +9,7 @@ from textual.widgets import Input, OptionList
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import MARK, ConversationStore, Summary
-from kvchat.tui.screens.choosing import ConversationsScreen, describe_age, describe_kept
+from kvchat.tui.screens.choosing import ConversationsScreen, describe_age, describe_saved
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.welcome import ConversationColumn
@@ -103,14 +103,14 @@ async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
 
 def test_a_line_tells_title_age_size_and_the_words_found():
     summary = Summary(id="1", title="a\x1bb", updated=0.0, messages=3, excerpt=f"the {MARK[0]}cat{MARK[1]}\nsat")
-    line = describe_kept(summary, 7300.0, 80)
+    line = describe_saved(summary, 7300.0, 80)
     assert str(line) == "a␛b   2 h ago · 3 messages\n  the cat sat"
     assert any("bold" in str(span.style) for span in line.spans)
 
 
 def test_an_excerpt_has_no_fences_of_code():
     cut_off = f"use:\n```python\n{MARK[0]}print{MARK[1]}(1)\n```\nor ~~~ so … ```js"
-    line = describe_kept(Summary(id="1", title="t", updated=0.0, messages=1, excerpt=cut_off), 0.0, 80)
+    line = describe_saved(Summary(id="1", title="t", updated=0.0, messages=1, excerpt=cut_off), 0.0, 80)
     assert str(line).split("\n")[1] == "  use: print(1) or so … js"
 
 

@@ -11,7 +11,7 @@ from textual.widgets import OptionList
 
 from kvchat.models.catalog import FoundModel, Room
 from kvchat.tui.screens import choosing
-from kvchat.tui.screens.choosing import ModelsScreen, describe_model, typed
+from kvchat.tui.screens.choosing import ModelsScreen, describe_model, typed_model
 
 GiB = 2**30
 HERE = FoundModel("bundled", "bundled", linears(2**24))
@@ -65,12 +65,12 @@ async def test_enter_before_the_models_are_found_loads_what_is_typed(running, ma
 
 
 def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
-    assert typed("", [HERE]) == typed("bundled", [HERE]) == typed("no such thing", []) == []
-    assert typed("org/name", [OTHER]) == [FoundModel("org/name", "download")]
-    assert typed("org/name:q4.gguf", [])[0].kind == "download"
-    assert typed("/org/name", []) == typed("../a", []) == []
+    assert typed_model("", [HERE]) == typed_model("bundled", [HERE]) == typed_model("no such thing", []) == []
+    assert typed_model("org/name", [OTHER]) == [FoundModel("org/name", "download")]
+    assert typed_model("org/name:q4.gguf", [])[0].kind == "download"
+    assert typed_model("/org/name", []) == typed_model("../a", []) == []
     (tmp_path / "x.gguf").write_bytes(b"no")
-    assert typed(str(tmp_path / "x.gguf"), [])[0].kind == "GGUF"
+    assert typed_model(str(tmp_path / "x.gguf"), [])[0].kind == "GGUF"
 
 
 def facts(model, free=8 * GiB):
