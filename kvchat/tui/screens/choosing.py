@@ -204,10 +204,6 @@ class ModelsScreen(SearchScreen[FoundModel]):
     def on_mount(self) -> None:
         run_worker(self, self._find_models)
 
-    @on(Input.Changed)
-    def search(self) -> None:
-        self._show_typed()
-
     def action_choose(self) -> None:
         """Load the highlighted model; before the models are found, remember to do so then."""
         self._is_chosen = self._found is None
@@ -246,6 +242,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
             if self._is_chosen:
                 self.action_choose()
 
+    @on(Input.Changed)
     def _show_typed(self) -> None:
         """Bring the list up to date: a key may be handled before the field reports that its text has changed."""
         if self._text != self.query_one(Input).value.strip():

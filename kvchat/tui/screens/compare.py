@@ -121,10 +121,7 @@ class CompareScreen(Dialog):
 
 
 def answer_text(run: Run, shared: int | None) -> Content:
-    """An answer with the first ``shared`` tokens, which all answers begin with, dim and the next token marked.
-
-    None: the answers do not differ.
-    """
+    """An answer; if the answers differ after ``shared`` tokens, those are dim and the next one is marked."""
     if run.refusal:
         return Content(visible(run.refusal))
     if shared is None:

@@ -70,10 +70,6 @@ class SettingsScreen(Dialog):
 
     # ---- user actions ----------------------------------------------------------------------------
 
-    @on(Input.Changed, "#find")
-    def find(self) -> None:
-        self._show()
-
     @on(OptionList.OptionHighlighted, "#list")
     def explain(self) -> None:
         setting = self._highlighted
@@ -182,6 +178,7 @@ class SettingsScreen(Dialog):
         texts = ((setting, f"{dotted(setting.key)} {setting.doc}".lower()) for setting in self._editor.settings())
         return [setting for setting, text in texts if all(word in text for word in words)]
 
+    @on(Input.Changed, "#find")
     def _show(self) -> None:
         """List the settings that match the typed text, and keep the highlight on the same setting."""
         found = self._found()

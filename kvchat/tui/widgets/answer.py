@@ -1,4 +1,4 @@
-"""An answer in the transcript, and the widgets of messages said before."""
+"""An answer in the transcript, and the widgets of earlier messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from kvchat.tui.widgets.answer_body import AnswerBody
 
-COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
+COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that was not cut off
 
 
 class Line(Static):
-    """Words beside those of an answer; without any it takes no room."""
+    """A line that belongs to an answer but not to its text; hidden while it is empty."""
 
     def __init__(self, text: str, classes: str) -> None:
         super().__init__(text, classes=classes, markup=False)
@@ -40,10 +40,10 @@ class Line(Static):
 
 
 class Answer(Vertical):
-    """One answer, streamed as Markdown. ``collapsed`` it is one plain widget of the same height.
+    """One answer, streamed as Markdown; while ``collapsed`` it is a single plain widget of the same height.
 
-    It owns its text, which is the engine's to the byte; what is drawn of it is ``visible``.
-    ``weight`` counts the widgets it is made of while it is not collapsed.
+    ``text`` is exactly what the engine sent; control characters are made ``visible`` when it is drawn.
+    ``weight`` is the number of widgets that it consists of unless it is collapsed.
     """
 
     DEFAULT_CSS = """
@@ -70,17 +70,17 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
-        self._switch_lines: tuple[ModeChange, ...] = ()  # those that stay as they are
-        self._marks: list[SwitchMark] = []
+        self._switch_lines: tuple[ModeChange, ...] = ()  # of the message; they no longer change
+        self._marks: list[SwitchMark] = []  # of switches since then, whose lines still change
         self._drawing = asyncio.Lock()
         self._paced = Paced(self, self._grow)
 
     def compose(self) -> ComposeResult:
-        thought, said = self._parts()
+        thought, reply = self._parts()
         if self.collapsed:
-            yield PlainText(said)
+            yield PlainText(reply)
             return
-        from kvchat.tui.widgets.answer_body import AnswerBody  # 40 ms that the first paint need not wait for
+        from kvchat.tui.widgets.answer_body import AnswerBody  # takes 40 ms, which would delay the first paint
 
         yield Line(thoughts.summarize(thought, is_open=False) if thought else "", "thought")
         yield Static(thought, classes="thoughts", markup=False)
@@ -98,7 +98,7 @@ class Answer(Vertical):
         self.feed(message.text)
 
     def feed(self, text: str) -> None:
-        """Append text; it is drawn soon."""
+        """Append text, to be drawn soon."""
         self.text += text
         self._paced.request()
 
@@ -109,11 +109,10 @@ class Answer(Vertical):
         return mark
 
     def redraw(self) -> None:
-        """Draw the text again, whose marks have changed."""
+        """Draw the text again because its marks have changed."""
         self._paced.request()
 
-    def forget(self, mark: SwitchMark) -> None:
-        """Draw a mark no more."""
+    def remove_mark(self, mark: SwitchMark) -> None:
         self._marks.remove(mark)
         self.redraw()
 
@@ -125,44 +124,44 @@ class Answer(Vertical):
 
     @classmethod
     def past(cls, message: Message, footer: str) -> Answer:
-        """An answer given before, collapsed until the reader comes near."""
+        """The widget of an earlier answer, collapsed until the reader comes near."""
         answer = cls()
-        answer._take(message, footer)
+        answer._set_message(message, footer)
         answer.collapsed = True
-        answer.weight = 4 + message.text.count("\n")  # a block has a line or more; counted once it is parsed
+        answer.weight = 4 + message.text.count("\n")  # at most a block a line; exact once the text is parsed
         return answer
 
-    def _take(self, message: Message, footer: str) -> None:
+    def _set_message(self, message: Message, footer: str) -> None:
         self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
         self._switch_lines, self._marks = message.switch_lines, []
         self.thought, self._ending = message.thought, message.ending
         self.set_class(message.ending not in COMPLETE, "stopped")
 
     async def finish(self, message: Message, footer: str) -> None:
-        """Show the complete answer, parsed once more as one text, with the line ``footer`` under it."""
-        self._take(message, footer)
-        thought, said = self._parts()
+        """Show the complete answer, parsed again as a whole, with the line ``footer`` under it."""
+        self._set_message(message, footer)
+        thought, reply = self._parts()
         self._show_thought(thought, is_open=False)
         async with self._drawing:
-            await self._show_body(said, is_final=True)
-        if not self.is_attached:  # it has gone meanwhile with its conversation
+            await self._show_body(reply, is_final=True)
+        if not self.is_attached:  # the conversation was closed meanwhile
             return
         self._show_line("switches", self._switches())
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         self.show_footer(footer)
-        self._weigh()
+        self._count_widgets()
         self.post_message(self.Grew())
 
     def show_footer(self, footer: str) -> None:
-        """Show another line under it; a collapsed one shows it once it is drawn again."""
+        """Replace the line under the answer; a collapsed answer shows it after it is expanded."""
         self.receipt = footer
         self._show_line("receipt", footer)
 
     async def set_collapsed(self, collapsed: bool) -> bool:
-        """Swap the Markdown blocks for one plain widget of the remembered height, or back; whether it was.
+        """Swap the Markdown blocks for one plain widget of the same height, or back; return whether it was swapped.
 
-        The height is let go only once the blocks stand: a layout between would show the answer empty and move all
-        below it. An answer that no layout has seen yet has no height to remember and stays as it is.
+        The height stays fixed until the blocks are mounted: a layout before would show the answer empty and move
+        everything below it. An unfinished answer, and one without a height because no layout has placed it, stay.
         """
         async with self._drawing:
             if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
@@ -173,11 +172,11 @@ class Answer(Vertical):
             await self.recompose()
             if not collapsed and await self._show_body(self._parts()[1], is_final=True):
                 self.styles.height = "auto"
-                self._weigh()
+                self._count_widgets()
         return True
 
     def _parts(self) -> tuple[str, str]:
-        """The thought and what is said, with the marks of switches, as they are drawn."""
+        """The thought and the reply with the marks of switches, as they are drawn."""
         return thoughts.split(
             visible(with_marks(self.text, self._changes(), self.finished)), self.thought, self._ending
         )
@@ -198,20 +197,20 @@ class Answer(Vertical):
             self.post_message(self.Grew())
 
     async def _draw(self) -> None:
-        """Draw what has come since the last time; all, where it does not begin with what is drawn."""
-        thought, said = self._parts()
-        self._show_thought(thought, is_open=not said and not self.finished)
+        """Draw the text that was added since the last drawing; everything if earlier text has changed."""
+        thought, reply = self._parts()
+        self._show_thought(thought, is_open=not reply and not self.finished)
         self._show_line("switches", self._switches())
         async with self._drawing:
-            if (body := await self._show_body(said, self.finished)) and not self.finished and self.text:
+            if (body := await self._show_body(reply, self.finished)) and not self.finished and self.text:
                 self._show_tail(body.tail)
 
-    async def _show_body(self, said: str, is_final: bool) -> AnswerBody | None:
-        """Draw the blocks; None where the answer goes meanwhile with its conversation, its widgets before it."""
+    async def _show_body(self, reply: str, is_final: bool) -> AnswerBody | None:
+        """Draw the blocks; return None if the answer is removed meanwhile, its children first."""
         bodies: DOMQuery[AnswerBody] = self.query("AnswerBody")  # type: ignore[assignment]
         if not bodies:
             return None
-        await (body := bodies.first()).show(said, is_final)
+        await (body := bodies.first()).show(reply, is_final)
         return body if self.is_attached else None
 
     def _show_thought(self, thought: str, is_open: bool) -> None:
@@ -219,7 +218,7 @@ class Answer(Vertical):
             self._show_line("thought", thoughts.summarize(thought, is_open))
             self.query_one(".thoughts", Static).update(thought)
 
-    def _weigh(self) -> None:
+    def _count_widgets(self) -> None:
         self.weight = sum(1 for _ in self.walk_children())
 
     def _show_tail(self, text: str, waiting: bool = False) -> None:
@@ -228,7 +227,7 @@ class Answer(Vertical):
 
 
 class SwitchMark(SwitchLine):
-    """A switch in the middle of an answer; ``place`` is how many characters had been said before it."""
+    """A switch in the middle of an answer, after ``place`` characters of it."""
 
     def __init__(self, answer: Answer, switched: Switched, speed: float | None) -> None:
         super().__init__(switched, speed)
@@ -239,10 +238,10 @@ class SwitchMark(SwitchLine):
         self._answer.redraw()
 
     async def remove(self) -> None:
-        self._answer.forget(self)
+        self._answer.remove_mark(self)
 
 
-def past_message(message: Message, footer: str) -> Question | Answer:
+def message_widget(message: Message, footer: str) -> Question | Answer:
     if message.role == "assistant":
         return Answer.past(message, footer)
     question = Question(message.text)

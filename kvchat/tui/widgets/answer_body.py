@@ -1,4 +1,4 @@
-"""An answer's text in parts, mounted one after the other, so that no single layout has many new widgets."""
+"""An answer's text in parts that are mounted in turn, so that no layout has many new widgets."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from kvchat.tui.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.widgets.base import PlainText
 
 PAUSE_S = 0.03
-TAB, WIDEST = 4, 200  # cells
+TAB, MAX_SPACES = 4, 200  # cells
 _SPACES = re.compile(r"([ \t]*\t[ \t]*|[ ]{2,})")
-_FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that multiply, where emphasis cannot begin
-LEAST_WIDTH = 8  # of an item's text, however deep it is nested
-MOST_INDENT = 24  # of tables, code and quotes in items
+_FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # around asterisks that multiply rather than begin emphasis
+MIN_WIDTH = 8  # of an item's text, however deeply it is nested
+MAX_INDENT = 24  # of tables, code and quotes in items
 
 
-class Hanging(Visual):
-    """A text whose rows begin behind a bullet, which stands in the first one."""
+class HangingIndent(Visual):
+    """A text with a bullet before its first row and its other rows indented as far."""
 
     def __init__(self, bullet: str, text: Content) -> None:
         self.bullet = bullet
         self.text = text
 
     def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
-        """Its rows; an item without words has one."""
+        """Render the rows; an empty item has one."""
         indent = self._indent(width)
         rows = self.text.render_strips(width - indent, height, style, options) or [Strip([])]
         first = (style + options.get_style(".bullet")).rich_style
@@ -66,11 +66,11 @@ class Hanging(Visual):
         return max(self.text.get_height(rules, width - self._indent(width)), 1)
 
     def _indent(self, width: int) -> int:
-        return max(min(len(self.bullet), width - LEAST_WIDTH), 0)
+        return max(min(len(self.bullet), width - MIN_WIDTH), 0)
 
 
 class ItemText(MarkdownBlock):
-    """A paragraph of an item behind its bullet, or behind blanks."""
+    """A paragraph of an item, after its bullet or after as many blanks."""
 
     COMPONENT_CLASSES = {"bullet"}  # noqa: RUF012 (as Textual declares it)
     DEFAULT_CSS = """
@@ -82,17 +82,17 @@ class ItemText(MarkdownBlock):
         super().__init__(block._markdown, block._token)
         self._bullet = bullet
         self._content = block._content
-        self.update(Hanging(bullet, block._content))
+        self.update(HangingIndent(bullet, block._content))
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """The selected text, with the bullet where it is selected from its beginning."""
+        """The selected text; it includes the bullet if the selection starts at or before the text's beginning."""
         chosen = selection.extract(self._content.plain)
         is_whole = selection.start is None or not any(selection.start)
         return (self._bullet if is_whole else "") + chosen, "\n"
 
 
 class ItemList(MarkdownList):
-    """A list, and the lists in its items, as one column."""
+    """A list with its nested lists, flattened to one column of items."""
 
     DEFAULT_CSS = "ItemList { margin: 0 0 1 0; }"
 
@@ -115,7 +115,7 @@ class ItemList(MarkdownList):
                     yield ItemText(block, bullet)
                     bullet = blanks
                 else:
-                    block.styles.margin = (1, 0, 1, min(len(blanks), MOST_INDENT))
+                    block.styles.margin = (1, 0, 1, min(len(blanks), MAX_INDENT))
                     yield block
 
 
@@ -128,9 +128,9 @@ def _bullets(items: list[MarkdownListItem]) -> list[str]:
 
 
 class CodeBlock(MarkdownFence):
-    """Textual's own guesses a language that is not named: it imports all 250 that there are, which takes 0.2 s.
+    """A block of code that wraps long lines, which Textual's cuts off, and never guesses the language.
 
-    It also cuts long lines off, without a sign; here they wrap.
+    Guessing imports all 250 lexers, which takes 0.2 s.
     """
 
     DEFAULT_CSS = "CodeBlock > Label { width: 1fr; }"
@@ -141,7 +141,7 @@ class CodeBlock(MarkdownFence):
 
 
 class MarkdownPart(Markdown):
-    """Some blocks of Markdown, which grow at their end; ``tail`` is what cannot be parsed yet."""
+    """Blocks of Markdown that grow at their end; ``tail`` is the last text, which cannot be parsed yet."""
 
     DEFAULT_CSS = """
     MarkdownPart { padding: 0; margin: 0; background: transparent; }
@@ -163,10 +163,10 @@ class MarkdownPart(Markdown):
         self._appended = 0
 
     async def show(self, text: str, is_closed: bool, is_final: bool) -> bool:
-        """Show another text; only what follows is drawn where it begins with what is drawn. Whether anything was.
+        """Show ``text``, appending to the drawn text if it begins with that; return whether anything was drawn.
 
-        A text that is ``is_closed`` has no tail; one that is ``is_final`` is parsed once more as one text, where it
-        came in pieces or may refer to links defined since.
+        A text that ``is_closed`` has no tail. One that ``is_final`` is parsed again as a whole if it was drawn in
+        pieces, or if links that it may refer to have been defined since.
         """
         has_new_links = "[" in self._drawn and self._known_links != self._links
         if not self._drawn or is_final:
@@ -179,11 +179,8 @@ class MarkdownPart(Markdown):
             await self.update("")
             self._drawn, self._appended = "", 0
         new = text[len(self._drawn) :]
-        end = (
-            len(new)
-            if is_closed
-            else large_answers.closed_end(new, bool(self._drawn) and not self._drawn.endswith("\n"))
-        )
+        is_mid_line = bool(self._drawn) and not self._drawn.endswith("\n")
+        end = len(new) if is_closed else large_answers.closed_end(new, is_mid_line)
         self._drawn, self.tail = self._drawn + new[:end], new[end:]
         if end:
             self._appended += 1
@@ -192,7 +189,7 @@ class MarkdownPart(Markdown):
 
 
 class AnswerBody(Vertical):
-    """The text of an answer; ``tail`` is its end that cannot be parsed yet."""
+    """The text of an answer; ``tail`` is its last text, which cannot be parsed yet."""
 
     DEFAULT_CSS = "AnswerBody { height: auto; }"
 
@@ -203,7 +200,7 @@ class AnswerBody(Vertical):
         self._definitions = ""
 
     async def show(self, text: str, is_final: bool) -> None:
-        """Show another text, part by part; it is ``is_final`` where no more follows."""
+        """Show ``text`` part by part; ``is_final`` says that nothing will be added to it."""
         wanted = parts(text)
         if (defined := definitions(text)) != self._definitions:
             self._definitions = defined
@@ -225,7 +222,7 @@ class AnswerBody(Vertical):
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
     async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
-        """The widget of a part; None where the answer has gone from the screen meanwhile."""
+        """Find or mount the widget of a part; None if the answer is removed meanwhile."""
         kind = MarkdownPart if part.is_markdown else PlainText
         if number < len(self.children) and not isinstance(self.children[number], kind):
             await self.remove_children(self.children[number:])
@@ -239,12 +236,12 @@ class AnswerBody(Vertical):
 
 
 async def pause() -> None:
-    """Let the screen be laid out and keys be read."""
+    """Let Textual lay out the screen and handle keys."""
     await asyncio.sleep(PAUSE_S)
 
 
 class _Parser(MarkdownIt):
-    """As Textual's own, but HTML is text: nothing of an answer is dropped. ``links`` are those of other texts too."""
+    """Textual's parser, but HTML is shown as text. ``links`` are shared by all parts of an answer."""
 
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
@@ -255,16 +252,16 @@ class _Parser(MarkdownIt):
         self._links = links
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
-        """The tokens of a text; links that it defines are kept."""
+        """Parse a text and add the links that it defines to those of the other parts."""
         return super().parse(src, {"references": self._links})
 
 
 def keep_as_written(parser: MarkdownIt) -> None:
-    """Show Markdown as the model wrote it.
+    """Make a parser keep what Markdown would change.
 
-    Poems and addresses have line breaks that Markdown joins; ``\\(x_1\\)``, ``C:\\_new``, ``__init__``, ``2*3*4`` and
-    ``&lt;`` have marks that it takes for its own, and "2. and 4. are right" would become 2. and 3. Emphasis is written
-    with asterisks.
+    That is line breaks, as in poems and addresses; characters that it takes for markup in ``\\(x_1\\)``, ``C:\\_new``,
+    ``__init__``, ``2*3*4`` and ``&lt;``; and the numbers of a list, which it would make consecutive. Only asterisks
+    mark emphasis.
     """
 
     def keep_backslash(state: StateInline, silent: bool) -> bool:
@@ -294,9 +291,7 @@ def keep_as_written(parser: MarkdownIt) -> None:
 
 
 def _keep_breaks_and_numbers(state: StateCore) -> None:
-    """Keep line breaks; give the items of a list the numbers that were written as their ``value``, but where they are
-    all the same.
-    """
+    """Keep line breaks, and store the written numbers of list items as their ``value``, unless all are the same."""
     lists: list[list[Token]] = []
     for token in state.tokens:
         for child in token.children or ():
@@ -314,7 +309,7 @@ def _keep_breaks_and_numbers(state: StateCore) -> None:
 
 
 def _keep_indent(state: StateInline, silent: bool) -> bool:
-    """Begin a line with the white space that Markdown leaves out: poems and columns stand as they were written."""
+    """Keep the white space at the beginning of a line, for poems and columns; Markdown strips it."""
     begin = state.pos
     if not newline(state, silent):
         return False
@@ -324,17 +319,17 @@ def _keep_indent(state: StateInline, silent: bool) -> bool:
 
 
 def _keep_spaces(state: StateCore) -> None:
-    """Keep runs of spaces, which Textual draws as one: it draws a soft break as a space, and none is left but these."""
-    _replace(state, _SPACES, lambda spaces: [Token("softbreak", "br", 0) for _ in spaces.expandtabs(TAB)[:WIDEST]])
+    """Keep runs of spaces, which Textual collapses: write them as soft breaks, which it draws as a space each."""
+    _replace(state, _SPACES, lambda spaces: [Token("softbreak", "br", 0) for _ in spaces.expandtabs(TAB)[:MAX_SPACES]])
 
 
 def _set_off_switch_marks(state: StateCore) -> None:
-    """Draw the marks of switches as code is drawn, apart from what the model says."""
+    """Draw the marks of mode switches as code, to set them off from the model's text."""
     _replace(state, MARKED, lambda mark: [Token("code_inline", "code", 0, content=mark)])
 
 
-def _replace(state: StateCore, pattern: re.Pattern[str], made: Callable[[str], list[Token]]) -> None:
-    """Put what is ``made`` of each match of a pattern in the texts in its place."""
+def _replace(state: StateCore, pattern: re.Pattern[str], make: Callable[[str], list[Token]]) -> None:
+    """Replace each match of ``pattern`` in the texts by the tokens that ``make`` returns for it."""
     for token in state.tokens:
         if not (token.children and pattern.search(token.content)):
             continue
@@ -342,7 +337,7 @@ def _replace(state: StateCore, pattern: re.Pattern[str], made: Callable[[str], l
         for child in token.children:
             end = 0
             for found in pattern.finditer(child.content) if child.type == "text" else ():
-                children += [child.copy(content=child.content[end : found.start()]), *made(found[0])]
+                children += [child.copy(content=child.content[end : found.start()]), *make(found[0])]
                 end = found.end()
             children.append(child.copy(content=child.content[end:]) if end else child)
-        token.children = [one for one in children if one.type != "text" or one.content]
+        token.children = [child for child in children if child.type != "text" or child.content]

@@ -119,10 +119,7 @@ def unskipped(timer: Timer) -> Timer:
 
 
 def interval(cost_s: float) -> float:
-    """Seconds to rest after a drawing that computed for ``cost_s``, so that drawing takes at most a fifth of the time.
-
-    ``LONGEST_S`` bounds the rest.
-    """
+    """Seconds to rest after a drawing that computed for ``cost_s``: four times as long, within bounds."""
     return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
 
 

@@ -29,7 +29,7 @@ from kvchat.conversations.attachments import folded
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
 from kvchat.tui.state import UNFINISHED, Footed, Mark
-from kvchat.tui.widgets.answer import Answer, past_message
+from kvchat.tui.widgets.answer import Answer, message_widget
 from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
@@ -332,7 +332,7 @@ class Chapter(Vertical):
         if self.folded:
             yield PlainText("\n\n".join(["", *(visible(folded(message.text)) for message, _ in self.said)]))
         else:
-            yield from (past_message(message, footer) for message, footer in self.said)
+            yield from (message_widget(message, footer) for message, footer in self.said)
 
     def widgets(self) -> Iterator[Question | Answer]:
         """Those of its messages, none while it is folded."""
@@ -372,7 +372,7 @@ def past(messages: Sequence[Footed]) -> list[Widget]:
     """Widgets of messages said before: one for each of the newest, and chapters of those before, if they are many."""
     rest = len(messages) - NEWEST if len(messages) > NEWEST + LENGTH else 0
     chapters = [Chapter(messages[max(end - LENGTH, 0) : end]) for end in range(rest, 0, -LENGTH)]
-    return [*reversed(chapters), *(past_message(message, footer) for message, footer in messages[rest:])]
+    return [*reversed(chapters), *(message_widget(message, footer) for message, footer in messages[rest:])]
 
 
 def shade(mark: Mark) -> str:
