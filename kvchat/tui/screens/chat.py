@@ -41,7 +41,7 @@ from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.base import run_worker
 from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, ShowsFigures, Timeline
+from kvchat.tui.widgets.panels import DetailColumn, EventLog, FigureColumn, KvColumn, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Gutter, Transcript, TranscriptPane, past
 from kvchat.tui.widgets.welcome import ConversationColumn, Welcome, example
@@ -224,8 +224,8 @@ class ChatScreen(Screen[None]):
         events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
         open_once(self.app, DetailsScreen(self.controller, events))
 
-    @on(ShowsFigures.Changed)
-    def watch_figures(self) -> None:
+    @on(FigureColumn.Changed)
+    def watch_details(self) -> None:
         """Request details while the detail column is visible; with a server, while any column of figures is."""
         details = self.query_one(DetailColumn).is_on_screen
         details |= self.controller.state.is_served and self.query_one(KvColumn).is_on_screen
@@ -347,7 +347,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
         if self.has_class("served") != state.is_served:
             self.set_class(state.is_served, "served")
-            self.watch_figures()
+            self.watch_details()
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         self.query_one(Composer).show_queue(waiting, is_held)

@@ -1,4 +1,4 @@
-"""The screen of details: tokens that each layer and KV head reads and holds, times of fetching, GPU, last events."""
+"""The details screen: tokens read and held by layer and KV head, fetch times, GPU history, last events."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvchat.tui.widgets.charts import Chart, GpuHistoryPlot, HeadMap, RecallHist
 from kvchat.tui.widgets.panels import EventLog
 
 WATCHER = "screen"
-LAST_EVENTS = 12  # as many as a screen of 24 lines holds
+LAST_EVENTS = 12  # as many as fit on a screen of 24 lines
 
 
 class DetailsScreen(Dialog):
-    """The parts of the detail column, each to be focused: the line at the end says what is under the cursor.
+    """The parts of the detail column, made focusable; the last lines explain the focused one.
 
-    ``events`` is the log whose last lines are shown; None where it stands beside the chat.
+    ``events`` is the log whose latest lines are repeated; None if the chat screen shows it.
     """
 
     CSS = """
@@ -72,8 +72,7 @@ class DetailsScreen(Dialog):
         self.explain()
 
     @on(DescendantFocus)
-    @on(HeadMap.Moved)
+    @on(HeadMap.CursorMoved)
     def explain(self) -> None:
-        """Say what the focused part shows."""
         if isinstance(self.focused, Chart | EventLog):
             self.query_one("#explanation", Static).update(self.focused.explanation)

@@ -1,4 +1,4 @@
-"""Help: keys, commands and modes, from the tables that define them."""
+"""The help screen: keys, commands, modes and figures, from the tables that define them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvchat.tui.widgets.panels import legend
 
 
 class HelpScreen(Dialog):
-    """Scrolls, and shows only what is typed; the key that opened it closes it too."""
+    """A scrolling text that typing filters; the key that opened it also closes it."""
 
     CSS = """
     HelpScreen > Vertical { width: 92; }
@@ -66,11 +66,11 @@ class HelpScreen(Dialog):
         return Color.parse(self.app.theme_variables["accent"])
 
     def action_scroll(self, how: str) -> None:
-        """Scroll the text, while the filter has the focus."""
+        """Scroll the text although the filter has the focus."""
         getattr(self.query_one(VerticalScroll), f"scroll_{how}")(animate=False)
 
     def on_input_changed(self, changed: Input.Changed) -> None:
-        """Show only rows that contain each word typed, and sections that have any."""
+        """Show only the rows that contain every typed word, and the sections that have such rows."""
         titles, bodies = self.query(".title"), self.query(".rows")
         is_found = not changed.value.strip()
         for title, body, (name, rows) in zip(titles, bodies, self._sections(), strict=False):
@@ -97,21 +97,21 @@ class HelpScreen(Dialog):
 
 
 def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The rows of a section that contain each word typed, in any case, below the row that an indented one belongs to.
+    """The rows of a section that contain every typed word, ignoring case; indented rows follow the row they belong to.
 
-    The names of the section and of that row count as theirs.
+    A row is also found by the names of its section and of that parent row.
     """
-    words, above = typed.casefold().split(), ("", "")
+    words, parent = typed.casefold().split(), ("", "")
     found: list[tuple[str, str]] = []
     for row in rows:
-        above = above if row[0].startswith(" ") else row
-        if all(word in f"{section} {above[0]} {' '.join(row)}".casefold() for word in words):
-            found += [row] if above in (row, *found) else [above, row]
+        parent = parent if row[0].startswith(" ") else row
+        if all(word in f"{section} {parent[0]} {' '.join(row)}".casefold() for word in words):
+            found += [row] if parent in (row, *found) else [parent, row]
     return found
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
-    """Lay out two columns; text wraps in the second."""
+    """A table of two columns; text wraps in the second."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style=Style(color=color.rich_color))
     grid.add_column()
@@ -121,12 +121,12 @@ def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
 
 
 def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The keys in force, where ``rebound`` holds the changed ones by id of their action."""
+    """The current keys and what they do; ``rebound`` holds the changed keys by the id of their action."""
     return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if keys_of(action, rebound)]
 
 
 def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
-    """The meaning of the figures, by the part of the screen and by the mode that has them."""
+    """The meanings of the figures, grouped by the part of the screen or the mode that shows them."""
     of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
     others = {
         "status bar and receipts": STATUS,

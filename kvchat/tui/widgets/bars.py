@@ -1,4 +1,4 @@
-"""The one-line bars: mode above the transcript, status and key hints below it."""
+"""The one-line bars: the mode bar above the transcript, the status bar and key hints below it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvchat.tui.state import Phase, described
 from kvchat.units import bars, figure, percent, size
 
 SPARK_POINTS = 8
-FULL = (0.8, 0.95)  # shares of the context from which on its use is shown as a warning, and as an error
-# Dot, style and word of each phase: the dot's shape alone tells it without color.
+FULL = (0.8, 0.95)  # shares of the context from which its use is shown as a warning, and as an error
+# Dot, style and word of each phase; dots differ in shape so that they can be told apart without color.
 DOTS = {
     Phase.LOADING: ("◌", "$warning", "loading"),
     Phase.READY: ("●", "$success", "ready"),
@@ -36,13 +36,13 @@ STATUS = {
     "VRAM": "GPU memory in use, out of all it has; read by NVML",
     "context": "stored tokens, as a share of what the model can attend to",
 }
-"""What the words of the status bar mean that stand in no panel."""
-GLYPH = "⚠"
-STYLE = "bold $warning"
+"""The meanings of those words of the status bar that no panel has."""
+BADGE_GLYPH = "⚠"
+BADGE_STYLE = "bold $warning"
 
 
 def spread(left: Content, right: Content, width: int) -> Content:
-    """Join ``left`` and ``right`` at the two ends of ``width`` cells; the left one is cut where they meet."""
+    """A line of ``width`` cells with ``left`` and ``right`` at its ends; ``left`` is cut if both do not fit."""
     room = width - right.cell_length
     if room <= 0:
         return right.truncate(width)
@@ -50,7 +50,7 @@ def spread(left: Content, right: Content, width: int) -> Content:
 
 
 class ModeBar(Widget):
-    """Model, what its weights are, mode, budget and the engine's state; and whether that is a recording."""
+    """Model with its weights' type and device, mode, budget and phase of the engine; whether this is a recording."""
 
     DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
 
@@ -62,7 +62,7 @@ class ModeBar(Widget):
     params: reactive[Params] = reactive(dict)
 
     def render(self) -> Content:
-        """Show the model at the left, mode and state at the right; a narrow bar leaves out the words."""
+        """Draw the model at the left, mode and phase at the right; a narrow bar leaves out words."""
         wide = self.size.width >= 72
         mark = ("▶ recording  " if self.is_recording else "", "bold $warning")
         model = ""
@@ -79,7 +79,7 @@ class ModeBar(Widget):
 
 
 class StatusBar(Widget):
-    """Speed with its recent course, time to first token, recall, badges and context used; or the stage of a load."""
+    """Speed and its recent history, time to first token, fetching, badges and context used; or the stage of loading."""
 
     DEFAULT_CSS = "StatusBar { height: 1; color: $text-muted; }"
 
@@ -92,11 +92,11 @@ class StatusBar(Widget):
         self._speed: float | None = None  # the last one measured
 
     def add(self, snapshot: Snapshot, answering: bool) -> None:
-        """Show the latest numbers; the speed is plotted only during an answer."""
+        """Show a snapshot; only speeds during an answer are plotted."""
         if not snapshot.total:
             self._speeds.clear()
             self._speed = None
-        if snapshot.tokens_per_s is not None:  # after a switch none is measured for some tokens
+        if snapshot.tokens_per_s is not None:  # as it is for the first tokens after a switch
             self._speed = snapshot.tokens_per_s
             if answering:
                 self._speeds.append(self._speed)
@@ -107,7 +107,7 @@ class StatusBar(Widget):
         self._speed = self.snapshot = None
 
     def render(self) -> Content:
-        """Show what is measured and fits; while a model loads, what it does."""
+        """Draw the figures that are measured and fit; while a model loads, the stage of loading."""
         if self.stage:
             line = Content.assemble(f" {self.stage[0].upper()}{self.stage[1:]}")
             return line.truncate(self.size.width, ellipsis=True)
@@ -140,7 +140,7 @@ class StatusBar(Widget):
 
 
 class KeyHints(Widget):
-    """The keys that matter now, from the bindings in force: of the screen, and of what has the focus there."""
+    """The keys that act now: those of the screen and of the focused widget."""
 
     DEFAULT_CSS = "KeyHints { height: 1; color: $text-muted; }"
 
@@ -148,7 +148,7 @@ class KeyHints(Widget):
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
-        """Show keys and word of each, as many as fit; keys that do the same thing share a word."""
+        """Draw as many keys with their words as fit; keys with the same word share it."""
         words: dict[str, list[str]] = {}
         for action, key in self._hinted():
             words.setdefault(action.hint_word, []).append(hint_key(key))
@@ -161,7 +161,7 @@ class KeyHints(Widget):
         return line
 
     def _hinted(self) -> Iterator[tuple[Action, str]]:
-        """The actions with a hint, each with its first key that acts; keys that are built in are those of the table."""
+        """The actions with a hint, each with its first key that acts now; built-in keys are taken from the table."""
         acting: dict[str, list[str]] = {}
         for active in self.screen.active_bindings.values():
             if active.binding.key.startswith(NO_KEY):
@@ -176,7 +176,7 @@ class KeyHints(Widget):
 
 
 class TooSmall(Static):
-    """Covers everything in a terminal that is too small."""
+    """Covers the screen in a terminal that is too small."""
 
     def on_resize(self) -> None:
         size = self.app.size
@@ -184,11 +184,11 @@ class TooSmall(Static):
 
 
 def short(badges: Sequence[str], room: int) -> Content:
-    """Return the badges without their reasons, or only their number where ``room`` cells are too few."""
-    words = f" {GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
+    """The badges without their reasons, or only their number if they need more than ``room`` cells."""
+    words = f" {BADGE_GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
     if len(words) > room:
-        words = f" {GLYPH} {len(badges)} "
-    return Content.assemble((words, STYLE)) if badges else Content("")
+        words = f" {BADGE_GLYPH} {len(badges)} "
+    return Content.assemble((words, BADGE_STYLE)) if badges else Content("")
 
 
 class Badges(Static):
@@ -200,4 +200,4 @@ class Badges(Static):
 
     def watch_badges(self, badges: tuple[str, ...]) -> None:
         self.display = bool(badges)
-        self.update(Content("\n").join(Content.assemble((f"{GLYPH} {badge}", STYLE)) for badge in badges))
+        self.update(Content("\n").join(Content.assemble((f"{BADGE_GLYPH} {badge}", BADGE_STYLE)) for badge in badges))

@@ -1,4 +1,4 @@
-"""Charts: layers and KV heads as a map, the time that recall took a step, NVML's readings of the last minutes."""
+"""Charts: a map of layers and KV heads, a histogram of fetch times a step, NVML's readings of the last minutes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_READING = "NVML gives no reading of this GPU"
 
 
 def labeled(label: str, value: str, width: int) -> Content:
-    """A value at the right edge; one too long is cut, the label never."""
+    """A line with ``label`` at the left and ``value`` at the right, cut if it is too long."""
     room = max(width - len(label) - 1, 3)
     shown = value if len(value) <= room else value[: room - 1] + "…"
     gap = " " * max(width - len(label) - len(shown), 1)
@@ -53,11 +53,11 @@ class Block(Widget, can_focus=False):
     _drawn: Sequence[Content] = ()
 
     def lines(self, width: int) -> list[Content]:
-        """What is drawn, a row each, in ``width`` cells; as many at any width."""
+        """The rows to draw in ``width`` cells; their number does not depend on ``width``."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draw what there is now, where that is something else; a new layout only where it has other rows."""
+        """Draw the lines if they have changed; ask for a layout only if their number has."""
         before, self._drawn = self._drawn, self.lines(self._room)
         if self._drawn != before:
             self.refresh(layout=len(self._drawn) != len(before))
@@ -74,7 +74,7 @@ class Block(Widget, can_focus=False):
 
 
 class Chart(Block):
-    """A block of figures of the state, whose ``heading`` has an explanation."""
+    """A block that draws figures of the state; ``heading`` is its title, by which its explanation is found."""
 
     heading: str
 
@@ -92,17 +92,17 @@ class Chart(Block):
 
 
 class HeadMap(Chart):
-    """The tokens that each layer and KV head reads, or those it ``holds``; at most ``max_rows`` rows of heads.
+    """A map of the tokens that each layer and KV head reads, or ``holds``, in at most ``max_rows`` rows of heads.
 
-    Where it can be focused a cursor walks over layers and heads, and ``explanation`` tells the figures under it.
+    If it can be focused, a cursor moves over layers and heads, and ``explanation`` has the figures under it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("map")
 
     cursor: reactive[tuple[int, int]] = reactive((0, 0))
 
-    class Moved(Message):
-        """The cursor is on another layer or head."""
+    class CursorMoved(Message):
+        """The cursor has moved to another layer or head."""
 
     def __init__(self, state: ChatState, holds: bool = False, max_rows: int = 8) -> None:
         super().__init__(state)
@@ -116,12 +116,12 @@ class HeadMap(Chart):
 
     @property
     def counts(self) -> Counts:
-        """Tokens by layer and head."""
+        """Number of tokens, ``[layer][head]``."""
         return self.details.held if self._holds else self.details.read
 
     @property
     def explanation(self) -> str:
-        """The meaning of the figures shown, and those under the cursor."""
+        """The figures under the cursor; without any, what the map shows."""
         layer, head = self.cursor
         d = self.details
         if layer >= len(d.read) or head >= len(d.read[layer]):
@@ -137,14 +137,14 @@ class HeadMap(Chart):
         most_layers, most_heads = _shape(self.details)
         layer, head = self.cursor
         self.cursor = (max(min(layer + layers, most_layers - 1), 0), max(min(head + heads, most_heads - 1), 0))
-        self.post_message(self.Moved())
+        self.post_message(self.CursorMoved())
 
     def lines(self, width: int) -> list[Content]:
-        """A line for each row of heads, and below them the least and the most of a head."""
+        """A line for each row of heads, and below them the smallest and largest count of a head."""
         d, counts = self.details, self.counts
         if not d.total or not counts:
             return [Content(NOTHING_STORED)]
-        grid = arranged(*_shape(d), max(width - HEAD_LABEL_WIDTH, 1), self._max_rows)
+        grid = layout(*_shape(d), max(width - HEAD_LABEL_WIDTH, 1), self._max_rows)
         lines = [self._row(grid, row) for row in range(len(grid.heads) - 1)]
         every = [tokens for layer in counts for tokens in layer]
         least, most = min(every), max(every)
@@ -166,9 +166,9 @@ class HeadMap(Chart):
 
 @dataclass(frozen=True)
 class Grid:
-    """The layers of each column and the heads of each row: ``layers[i]`` to ``layers[i + 1]``.
+    """Column ``i`` shows the layers ``layers[i]`` to ``layers[i + 1]``, row ``i`` the heads likewise.
 
-    A column is ``column`` cells wide; ``note`` says what a cell is, where it is more than one head.
+    A column is ``column`` cells wide; ``note`` says how many layers and heads share a cell, if several do.
     """
 
     layers: tuple[int, ...]
@@ -177,20 +177,20 @@ class Grid:
     note: str
 
 
-def arranged(layers: int, heads: int, width: int, height: int) -> Grid:
-    """Put so many layers and heads into ``width`` columns and ``height`` rows; those that do not fit share a cell."""
+def layout(layers: int, heads: int, width: int, height: int) -> Grid:
+    """Lay out layers and heads in ``width`` columns and ``height`` rows; if they do not fit, several share a cell."""
     columns, rows = min(layers, width), min(heads, height)
-    edges = tuple(place * layers // columns for place in range(columns + 1)) if columns else (0,)
-    lines = tuple(place * heads // rows for place in range(rows + 1)) if rows else (0,)
-    together = (-(-layers // columns) if columns else 1, -(-heads // rows) if rows else 1)
-    note = f"  a cell: {together[0]} × {together[1]}" if together != (1, 1) else ""
-    return Grid(edges, lines, max(1, min(width // max(columns, 1), MAX_COLUMN)), note)
+    layer_edges = tuple(column * layers // columns for column in range(columns + 1)) if columns else (0,)
+    head_edges = tuple(row * heads // rows for row in range(rows + 1)) if rows else (0,)
+    shared = (-(-layers // columns) if columns else 1, -(-heads // rows) if rows else 1)
+    note = f"  a cell: {shared[0]} × {shared[1]}" if shared != (1, 1) else ""
+    return Grid(layer_edges, head_edges, max(1, min(width // max(columns, 1), MAX_COLUMN)), note)
 
 
 def glyph(share: float) -> str:
-    """The block of a share of what is stored: a full one for all, each step lower for half of it.
+    """The block for a share of the stored tokens: a full one for all of them, a step lower for each halving.
 
-    Most heads read few of many tokens: by the share itself all of them would be alike.
+    The scale is logarithmic because most heads read few of many tokens and would look alike on a linear one.
     """
     return BARS[max(len(BARS) - 1 + round(math.log2(share)), 0)] if share else NONE
 
@@ -200,23 +200,23 @@ def _shape(details: Details) -> tuple[int, int]:
 
 
 class RecallHistogram(Chart):
-    """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
+    """A line for each range of fetch times, from the shortest to the longest that occurred, and percentiles."""
 
     heading = panel_rows.FETCH_TIMES
 
     def lines(self, width: int) -> list[Content]:
-        """The bins, and below them which sign is which."""
+        """The bins, and below them a legend and the percentiles."""
         bins = self._state.details.recall if self._state.details else ()
         if not bins:
             return [Content(NOTHING_FETCHED)]
-        most = max(one.steps for one in bins)
+        most = max(found.steps for found in bins)
         lines = [
             Content.assemble(
-                f"{label(place):>{TIME_LABEL_WIDTH}} ",
-                *bar(bins[place], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
-                f" {count(bins[place].steps):>{COUNT_WIDTH}}",
+                f"{label(index):>{TIME_LABEL_WIDTH}} ",
+                *bar(bins[index], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
+                f" {count(bins[index].steps):>{COUNT_WIDTH}}",
             )
-            for place in occupied(bins)
+            for index in occupied(bins)
         ]
         lines.append(
             Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
@@ -227,30 +227,30 @@ class RecallHistogram(Chart):
 
 
 def occupied(bins: Sequence[RecallBin]) -> range:
-    """The places of the bins from the first to the last that has a step."""
-    places = [place for place, one in enumerate(bins) if one.steps]
-    return range(places[0], places[-1] + 1) if places else range(0)
+    """The indices from the first to the last bin that has a step."""
+    indices = [index for index, found in enumerate(bins) if found.steps]
+    return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
-def label(place: int) -> str:
-    """The times of a bin: ``0.2–0.5 ms``."""
+def label(index: int) -> str:
+    """The range of times of a bin: ``0.2–0.5 ms``."""
     edges = RECALL_EDGES_MS
-    if place == 0:
+    if index == 0:
         return f"< {_edge(edges[0], 'ms')}"
-    if place >= len(edges):
+    if index >= len(edges):
         return f"≥ {_edge(edges[-1], 'ms')}"
-    return f"{_edge(edges[place - 1])}–{_edge(edges[place], 'ms')}"
+    return f"{_edge(edges[index - 1])}–{_edge(edges[index], 'ms')}"
 
 
 def _edge(value: float, unit: str = "") -> str:
     return figure(value, unit, digits=int(value < 1))
 
 
-def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
-    """As long as there are steps, ``width`` for ``most``; divided by what of their time was hidden."""
-    length = max(round(one.steps / most * width), 1) if one.steps else 0
-    took = one.hidden_ms + one.exposed_ms
-    hidden = round(length * one.hidden_ms / took) if took else 0
+def bar(shown: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
+    """A bar of ``width`` cells for ``most`` steps, divided in proportion to the hidden and the exposed time."""
+    length = max(round(shown.steps / most * width), 1) if shown.steps else 0
+    took = shown.hidden_ms + shown.exposed_ms
+    hidden = round(length * shown.hidden_ms / took) if took else 0
     return (
         (HIDDEN * hidden, "$ribbon-host"),
         (EXPOSED * (length - hidden), "$ribbon-device"),
@@ -259,12 +259,12 @@ def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
 
 
 class GpuHistoryPlot(Chart):
-    """Memory, load, power and PCIe traffic; one line that says why where there are none."""
+    """Memory, load, power and PCIe traffic; one line with the reason if there are no readings."""
 
     heading = panel_rows.GPU_HISTORY
 
     def lines(self, width: int) -> list[Content]:
-        """A line for each reading: its name, its course and its current value."""
+        """A line for each reading: its name, its history and its current value."""
         room = max(width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
         return [
             Content.assemble(
@@ -272,20 +272,20 @@ class GpuHistoryPlot(Chart):
                 (bars(values[-room:], top).rjust(room), "$primary"),
                 (f" {value:>{VALUE_WIDTH}}", "dim" if value == MISSING else "$foreground"),
             )
-            for name, values, top, value in rows(self._state.gpu_history.moments)
+            for name, values, top, value in readings(self._state.gpu_history.moments)
         ] or [Content(NO_READING if self._state.snapshot and panel_rows.has_gpu(self._state.snapshot) else NO_GPU)]
 
 
-def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:
-    """Name, course, the value of a full bar and the current value of each reading; nothing without a moment."""
+def readings(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:
+    """Name, history, the value of a full bar and the current value of each reading; empty without a moment."""
     if not moments:
         return ()
     now = moments[-1]
-    power, pcie = tuple(one.power for one in moments), tuple(one.pcie for one in moments)
+    power, pcie = tuple(moment.power for moment in moments), tuple(moment.pcie for moment in moments)
     used = MISSING if now.used is None else f"{size(now.used)} / {size(now.total)}"
     return (
-        ("memory", tuple(one.used for one in moments), float(now.total or 0), used),
-        ("load", tuple(one.utilization for one in moments), 100.0, figure(now.utilization, "%")),
+        ("memory", tuple(moment.used for moment in moments), float(now.total or 0), used),
+        ("load", tuple(moment.utilization for moment in moments), 100.0, figure(now.utilization, "%")),
         ("power", power, _top(power), figure(now.power, "W")),
         ("PCIe", pcie, _top(pcie), MISSING if now.pcie is None else f"{size(now.pcie)}/s"),
     )

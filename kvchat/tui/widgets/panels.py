@@ -1,4 +1,4 @@
-"""The panel columns: labeled numbers from one snapshot, the timeline, the last events."""
+"""The columns of panels: labeled figures of a snapshot, the timeline, the event log."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from kvchat.units import BARS, count
 COLUMN_ROWS = 8
 CALM = "calm"
 STORED, MARK = "░", "▾"
-AXIS = "tokens, oldest to newest"
+AXIS_LABEL = "tokens, oldest to newest"
 MAX_POINTS = 2048
-LABELED = 4  # rows from which on there is room to say how high the hills are
-OF_PLOT = {STORED: "$ribbon-host", MARK: "$ribbon-tick"}
-OF_LABEL = {STORED: "$ribbon-host", BARS[-1]: "$ribbon-device"}
+LABELED_HEIGHT = 4  # rows that the plot needs to have the counts as labels too
+PLOT_STYLES = {STORED: "$ribbon-host", MARK: "$ribbon-tick"}
+LABEL_STYLES = {STORED: "$ribbon-host", BARS[-1]: "$ribbon-device"}
 MAX_EVENTS = 200
-EVENT_LENGTH = 400  # characters; a library's error may be of any length
+EVENT_LENGTH = 400  # characters; a library's error may have any length
 
 
-class Rowed(Block):
-    """Label and value rows, values at the right edge."""
+class LabeledRows(Block):
+    """A block of rows with a label at the left and a value at the right."""
 
     rows: reactive[panel_rows.Rows] = reactive(list)
     chosen: reactive[int | None] = reactive(None)
@@ -51,15 +51,15 @@ class Rowed(Block):
         self.border_title = f" {title} "
         self.mode = ""
 
-    def explanation(self, place: int | None) -> str:
-        """The meaning of the row at ``place``; "" where there is none."""
-        if place is None or not 0 <= place < len(self.rows):
+    def explanation(self, row: int | None) -> str:
+        """The meaning of the row with index ``row``; "" if there is none."""
+        if row is None or not 0 <= row < len(self.rows):
             return ""
-        label = self.rows[place][0]
+        label = self.rows[row][0]
         return f"{label}: {panel_rows.explain(label, self.mode)}"
 
     def on_mouse_move(self, event: MouseMove) -> None:
-        """The row under the mouse explains itself."""
+        """Show the meaning of the row under the mouse as its tooltip."""
         self.tooltip = visible(self.explanation(event.y - self.gutter.top)) or None
 
     def watch_rows(self) -> None:
@@ -72,13 +72,13 @@ class Rowed(Block):
         return lines
 
 
-class ShowsFigures(VerticalScroll):
-    """Tells when it is on the screen: only then are its figures asked for."""
+class FigureColumn(VerticalScroll):
+    """A column that reports when it becomes visible or hidden: its figures are requested only while it is visible."""
 
     is_on_screen = False
 
     class Changed(Message):
-        """It is on the screen from now on, or no longer."""
+        """``is_on_screen`` has changed."""
 
     def on_show(self) -> None:
         self.is_on_screen = True
@@ -89,12 +89,12 @@ class ShowsFigures(VerticalScroll):
         self.post_message(self.Changed())
 
 
-class KvColumn(ShowsFigures):
-    """Figures of the answer and the mode: tokens read and stored, the mode's own counts, fetching and memory.
+class KvColumn(FigureColumn):
+    """Figures of the answer and the mode: tokens read and stored, the mode's own figures, fetching and memory.
 
-    The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
-    With the focus a cursor walks the rows of both columns, and the lines at the end say what the chosen one means.
-    ``link_bytes_per_s`` is the link's measured rate, ``hint`` says below four plain figures how to see the others.
+    The timeline takes the remaining lines. The mode's own figures move to ``DetailColumn`` if that is visible. While
+    this column has the focus a cursor moves over the rows of both, and the last lines explain the row under it.
+    ``link_bytes_per_s`` is the link's measured rate; ``hint``, below the four plain figures, says how to see all.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("panels")
@@ -114,18 +114,18 @@ class KvColumn(ShowsFigures):
         super().__init__()
         self._link = link_bytes_per_s
         self._hint = hint
-        self._chosen: Rowed | None = None
+        self._chosen: LabeledRows | None = None
 
     def compose(self) -> ComposeResult:
         yield Badges()
         yield Static(id="auto", markup=False)
-        yield Rowed("at a glance", id="plain-rows")
-        yield Rowed("this answer", id="context-rows")
-        yield Rowed("mode", id="mode-rows")
-        yield Rowed("", id="own-rows")
+        yield LabeledRows("at a glance", id="plain-rows")
+        yield LabeledRows("this answer", id="context-rows")
+        yield LabeledRows("mode", id="mode-rows")
+        yield LabeledRows("", id="own-rows")
         yield Timeline()
-        yield Rowed("fetching", id="recall-rows")
-        yield Rowed("memory", id="memory-rows")
+        yield LabeledRows("fetching", id="recall-rows")
+        yield LabeledRows("memory", id="memory-rows")
         yield Static(self._hint, id="figures-hint", markup=False)
         yield Static(id="meaning", markup=False)
 
@@ -133,23 +133,23 @@ class KvColumn(ShowsFigures):
         self.clear()
 
     def clear(self) -> None:
-        """Show all labels without numbers, so that nothing jumps when the numbers come."""
+        """Show all labels without values, so that nothing moves when the first values arrive."""
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
-        for block in self.query(Rowed):
+        for block in self.query(LabeledRows):
             block.rows = [(label, "–") for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
         for name, (title, rows) in panel_rows.blocks(s, self._link).items():
-            block = self.query_one(f"#{name}-rows", Rowed)
+            block = self.query_one(f"#{name}-rows", LabeledRows)
             block.border_title, block.rows = Content(f" {title} "), rows  # a str would be markup
             block.set_class(not rows, "empty")
         self.query_one(Badges).badges = s.badges
         auto = self.query_one("#auto", Static)
         auto.display = bool(s.auto)
         auto.update(s.auto)
-        self.query_one("#plain-rows", Rowed).rows = panel_rows.plain_rows(s)
-        # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
-        self.query_one("#own-rows", Rowed).rows = [
+        self.query_one("#plain-rows", LabeledRows).rows = panel_rows.plain_rows(s)
+        # "calm" is the normal case, and in freeze on a GPU the column has no line to spare for it.
+        self.query_one("#own-rows", LabeledRows).rows = [
             row for row in panel_rows.extra_rows(s.extras) if row != ("recovery", CALM)
         ]
         timeline = self.query_one(Timeline)
@@ -158,7 +158,7 @@ class KvColumn(ShowsFigures):
             timeline.add(s.active, s.total)
         else:
             timeline.clear()
-        for block in self.query(Rowed):
+        for block in self.query(LabeledRows):
             block.mode = s.mode
         self._explain()
 
@@ -169,12 +169,13 @@ class KvColumn(ShowsFigures):
         self._choose(None)
 
     def action_choose(self, step: int) -> None:
-        places = [(block, row) for block in self.screen.query(Rowed) if block.size for row in range(len(block.rows))]
-        if places:
-            at = next((at for at, (block, row) in enumerate(places) if block.chosen == row), 0)
-            self._choose(*places[max(0, min(at + step, len(places) - 1))])
+        blocks = (block for block in self.screen.query(LabeledRows) if block.size)
+        rows = [(block, row) for block in blocks for row in range(len(block.rows))]
+        if rows:
+            at = next((at for at, (block, row) in enumerate(rows) if block.chosen == row), 0)
+            self._choose(*rows[max(0, min(at + step, len(rows) - 1))])
 
-    def _choose(self, chosen: Rowed | None, row: int | None = None) -> None:
+    def _choose(self, chosen: LabeledRows | None, row: int | None = None) -> None:
         if self._chosen is not None:
             self._chosen.chosen = None
         self._chosen = chosen
@@ -184,18 +185,15 @@ class KvColumn(ShowsFigures):
         self._explain()
 
     def _explain(self) -> None:
-        """Say what the chosen row means, which may be another one by now."""
+        """Explain the chosen row; a new snapshot may have put another one there."""
         text = visible(self._chosen.explanation(self._chosen.chosen)) if self._chosen else ""
         meaning = self.query_one("#meaning", Static)
         if text != meaning.content:  # an update is a new layout
             meaning.update(text)
 
 
-class DetailColumn(ShowsFigures, can_focus=False):
-    """The second column of large screens: the mode's own numbers, details, the ribbon's legend and the event log.
-
-    It asks for details while it is on the screen.
-    """
+class DetailColumn(FigureColumn, can_focus=False):
+    """The second column of large screens: the mode's own figures, details, the ribbon's legend and the event log."""
 
     DEFAULT_CSS = """
     DetailColumn { width: 42; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
@@ -209,7 +207,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
         self._on_gpu = True
 
     def compose(self) -> ComposeResult:
-        yield Rowed("this mode", id="extra-rows")
+        yield LabeledRows("this mode", id="extra-rows")
         yield HeadMap(self._state, max_rows=COLUMN_ROWS)
         yield RecallHistogram(self._state)
         yield GpuHistoryPlot(self._state)
@@ -218,11 +216,11 @@ class DetailColumn(ShowsFigures, can_focus=False):
 
     def on_mount(self) -> None:
         self.query_one("#legend").border_title = " ribbon "
-        self.query_one("#extra-rows", Rowed).display = False
+        self.query_one("#extra-rows", LabeledRows).display = False
 
     def show(self) -> None:
         s = self._state.snapshot
-        own = self.query_one("#extra-rows", Rowed)
+        own = self.query_one("#extra-rows", LabeledRows)
         own.mode, own.rows = (s.mode, panel_rows.extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
         for chart in self.query(Chart):
@@ -233,7 +231,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
 
 
 def legend(on_gpu: bool) -> Content:
-    """The legend of the ribbon: the glyphs of shares read, and the color and word of each state."""
+    """The legend of the ribbon, a line each: glyphs of read shares, states, and marks of switches and messages."""
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
     for letter, word in panel_rows.state_words(on_gpu).items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
@@ -245,7 +243,7 @@ def legend(on_gpu: bool) -> Content:
 
 @dataclass(frozen=True)
 class Point:
-    """A step with ``stored`` tokens, of which it ``read`` some; ``switched`` where the mode changed on its way."""
+    """A step that ``read`` some of the ``stored`` tokens; ``switched`` if the mode changed since the point before."""
 
     read: float
     stored: float
@@ -253,24 +251,24 @@ class Point:
 
 
 def by_tokens(points: Sequence[Point], width: int, ticks: Sequence[int] = ()) -> list[Point]:
-    """One point for each of ``width`` equal ranges of stored tokens, up to the last point's.
+    """A point for each of ``width`` equal ranges of stored tokens, up to the number that the last point has.
 
-    A range without a step of its own has what the last step before it read; before the first step nothing was read.
-    The mode changed in those in which ``ticks`` are, numbers of stored tokens.
+    A range has what its last step read, or else the last step before it; 0 before the first step. ``ticks`` are the
+    numbers of stored tokens at which the mode changed.
     """
     total = points[-1].stored if points else 0.0
-    columns, place, read = [], 0, 0.0
+    columns, index, read = [], 0, 0.0
     for column in range(width if total else 0):
         begin, stored = total * column / width, total * (column + 1) / width
-        while place < len(points) and points[place].stored <= stored:
-            read = points[place].read
-            place += 1
+        while index < len(points) and points[index].stored <= stored:
+            read = points[index].read
+            index += 1
         columns.append(Point(min(read, stored), stored, any(begin < tick <= stored for tick in ticks)))
     return columns
 
 
-def column(point: Point, top: float, height: int) -> list[str]:
-    """The glyphs of one column, from the top row down; the top row is for the marks alone."""
+def column_glyphs(point: Point, top: float, height: int) -> list[str]:
+    """The glyphs of one column from the top row down; the top row holds only marks of switches."""
     read, stored = (value / top * (height - 1) for value in (point.read, point.stored))
     rows = [MARK if point.switched else " "]
     for row in reversed(range(height - 1)):
@@ -285,17 +283,17 @@ def column(point: Point, top: float, height: int) -> list[str]:
 
 
 def labels(point: Point, columns: Sequence[Sequence[str]]) -> list[str]:
-    """Labels of the axes, above the hill where it is still low, and of the two tops of the newest step.
+    """Labels for the upper left of the plot, where it is low: of the axis, and with the counts of the last step.
 
-    That of the axis stands in the row of the marks, and gives way to one.
+    The label of the axis is in the row of the marks and is left out if one is there.
     """
-    marks = "".join(column[0] for column in columns[: len(AXIS)])
-    tops = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
-    return ["" if MARK in marks else AXIS, *(tops if len(columns[0]) >= LABELED else [])]
+    marks = "".join(column[0] for column in columns[: len(AXIS_LABEL)])
+    counts = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
+    return ["" if MARK in marks else AXIS_LABEL, *(counts if len(columns[0]) >= LABELED_HEIGHT else [])]
 
 
 class Timeline(Block):
-    """From the first stored token at the left to the newest at the right, as high as what is stored."""
+    """A plot of the tokens read and stored by each step, from the first stored token at the left to the newest."""
 
     DEFAULT_CSS = "Timeline { height: 6; border-top: none; padding: 0; }"
 
@@ -303,11 +301,11 @@ class Timeline(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.border_title = f" {panel_rows.READ_OF_STORED} "  # where there is room for a border
+        self.border_title = f" {panel_rows.READ_OF_STORED} "  # drawn only if the CSS gives it a border
         self.points: list[Point] = []
 
     def add(self, read: float, stored: float) -> None:
-        """Add a step; those with more stored tokens are forgotten, because the conversation was cut back."""
+        """Add a step; steps with as many tokens or more are dropped, because the conversation was truncated."""
         while self.points and self.points[-1].stored >= stored:
             self.points.pop()
         self.points.append(Point(read, stored))
@@ -323,15 +321,17 @@ class Timeline(Block):
         if not self.points or not (height := self.content_size.height):
             return []
         points = by_tokens(self.points, width, self.ticks)
-        columns = [column(point, points[-1].stored, height) for point in points]
+        columns = [column_glyphs(point, points[-1].stored, height) for point in points]
         texts = labels(self.points[-1], columns)
         return [_line(glyphs, text) for glyphs, text in zip_longest(zip(*columns, strict=True), texts, fillvalue="")]
 
 
 def _line(glyphs: Sequence[str], label: str) -> Content:
-    """A row of the plot, with a label's letters where it is empty."""
+    """A row of the plot with the letters of ``label`` in its empty cells."""
     cells = [
-        (glyph, OF_PLOT.get(glyph, "$ribbon-device")) if glyph != " " else (letter, OF_LABEL.get(letter, "$foreground"))
+        (glyph, PLOT_STYLES.get(glyph, "$ribbon-device"))
+        if glyph != " "
+        else (letter, LABEL_STYLES.get(letter, "$foreground"))
         for glyph, letter in zip(glyphs, label.ljust(len(glyphs)), strict=False)
     ]
     runs = groupby(cells, key=itemgetter(1))
@@ -339,7 +339,7 @@ def _line(glyphs: Sequence[str], label: str) -> Content:
 
 
 class EventLog(Static, can_focus=False):
-    """Grows with its lines; ``lines`` is another log's where it shows that one's."""
+    """The latest events, the newest first; ``show`` replaces them, to repeat another log's."""
 
     DEFAULT_CSS = """
     EventLog { height: auto; padding: 0 1; border-top: solid $foreground 15%; border-title-color: $primary; }
@@ -358,7 +358,7 @@ class EventLog(Static, can_focus=False):
         return panel_rows.EXPLANATIONS[panel_rows.EVENTS]
 
     def add(self, text: str) -> None:
-        """Put an event of now before the others."""
+        """Add an event at the top, with the current time."""
         line = text if len(text) <= EVENT_LENGTH else text[:EVENT_LENGTH] + "…"
         self.show((f"{time.strftime('%H:%M:%S')}  {line}", *self.lines[: MAX_EVENTS - 1]))
 

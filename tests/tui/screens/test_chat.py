@@ -11,7 +11,7 @@ from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.composer import Prompt
 from kvchat.tui.widgets.messages import Note, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed, Timeline
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, LabeledRows, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
@@ -40,7 +40,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt_until_the_model
         typed(app, "/unload")
         await until(lambda: app.controller.state.phase is Phase.DOWN and app.controller.state.snapshot is None)
         assert app.chat.query_one(StatusBar).render().plain == ""
-        assert dict(app.chat.query_one("#memory-rows", Rowed).rows)["weights"] == "–"
+        assert dict(app.chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "–"
 
 
 async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(running, config):
@@ -130,11 +130,11 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         press(app, "ctrl+n")
         await until(lambda: chat.query(Welcome) and not chat.query_one(StatusBar).snapshot.total)
         assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
-        assert chat.query_one("#context-rows", Rowed).rows == [("reads", "nothing stored yet")]
-        recall = dict(chat.query_one("#recall-rows", Rowed).rows)
+        assert chat.query_one("#context-rows", LabeledRows).rows == [("reads", "nothing stored yet")]
+        recall = dict(chat.query_one("#recall-rows", LabeledRows).rows)
         assert not recall.keys() & {"hit rate", "time p50 / p95"}
-        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "86.0 MiB"  # the machine's stay
-        assert not chat.query_one("#extra-rows", Rowed).display
+        assert dict(chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "86.0 MiB"  # the machine's stay
+        assert not chat.query_one("#extra-rows", LabeledRows).display
         typed(app, "/mode streaming")
         await until(lambda: chat.query(SwitchNote))
         assert texts(chat.query(SwitchNote)) == ["speculative -> streaming · budget 512"]

@@ -7,9 +7,9 @@ from support.app_driver import ask, press, prompt, texts, typed
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
-from kvchat.tui.widgets.bars import GLYPH, STATUS, STYLE, Badges, KeyHints, StatusBar, short
+from kvchat.tui.widgets.bars import BADGE_GLYPH, BADGE_STYLE, STATUS, Badges, KeyHints, StatusBar, short
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, Rowed, Timeline
+from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, LabeledRows, Timeline
 
 ALL = "figures-all"
 
@@ -18,10 +18,10 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
     running,
 ):
     async with running() as (app, pilot, until):
-        column, plain = app.chat.query_one(KvColumn), app.chat.query_one("#plain-rows", Rowed)
+        column, plain = app.chat.query_one(KvColumn), app.chat.query_one("#plain-rows", LabeledRows)
 
         def shown():
-            return [row for block in app.chat.query(Rowed) if block.size for row in block.rows]
+            return [row for block in app.chat.query(LabeledRows) if block.size for row in block.rows]
 
         await until(lambda: len(shown()) == 4 and plain.rows[0] == ("reads", "nothing yet"))
         await ask(app, "hello there")
@@ -31,7 +31,7 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
         await until(lambda: str(column.query_one("#meaning", Static).content).startswith("reads: "))
         press(app, "f7")
         await until(lambda: len(shown()) > 8 and not plain.size)
-        mode, rows = app.chat.query_one("#mode-rows", Rowed), app.chat.query_one("#context-rows", Rowed)
+        mode, rows = app.chat.query_one("#mode-rows", LabeledRows), app.chat.query_one("#context-rows", LabeledRows)
         await until(lambda: dict(mode.rows).get("to switch") == "moves 3.0 MiB · 4 ms")
         await pilot.hover(rows, offset=(3, 1))
         await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
@@ -50,14 +50,14 @@ async def test_panels_and_status_show_the_snapshot_and_the_modes_own_numbers_onc
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class(ALL)
         await ask(app, "hello", mode="speculative")
-        memory = dict(app.chat.query_one("#memory-rows", Rowed).rows)
+        memory = dict(app.chat.query_one("#memory-rows", LabeledRows).rows)
         assert memory["GPU"] == "NVIDIA H200"
         assert memory["load"] == "45 % · 61 °C"
         assert not memory.keys() & {"this process", "torch"}
-        recall = dict(app.chat.query_one("#recall-rows", Rowed).rows)
+        recall = dict(app.chat.query_one("#recall-rows", LabeledRows).rows)
         assert recall["time p50 / p95"] == "0.8 / 1.8 ms"
         assert recall["hit rate"] == "94 %"
-        assert dict(app.chat.query_one("#extra-rows", Rowed).rows)["heads corrected"] == "3"
+        assert dict(app.chat.query_one("#extra-rows", LabeledRows).rows)["heads corrected"] == "3"
         status = app.chat.query_one(StatusBar).render().plain
         assert "tok/s" in status
         assert "VRAM 6.0 GiB/140 GiB" in status
@@ -68,7 +68,7 @@ async def test_panels_and_status_show_the_snapshot_and_the_modes_own_numbers_onc
         bar.snapshot = replace(app.controller.state.snapshot, tokens_per_s=None)
         assert bar.render().plain.startswith(" reads ")
         await pilot.resize_terminal(120, 40)
-        column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", Rowed)
+        column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", LabeledRows)
         await until(lambda: own.display)
         params = registered()["freeze"]().model_dump()
         extras = {"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5, "recovery": "calm"}
@@ -108,7 +108,7 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
         assert f"heads corrected: {figures['heads corrected']}" in said
         press(app, "escape")
         await until(lambda: prompt(app).has_focus and not meaning.display)
-        assert {block.chosen for block in app.chat.query(Rowed)} == {None}
+        assert {block.chosen for block in app.chat.query(LabeledRows)} == {None}
 
 
 LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
@@ -124,10 +124,10 @@ EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is cap
 def test_without_room_they_are_counted_and_never_colored_only():
     assert short((), 80).plain == ""
     both = short((PAGEABLE, EAGER), 60)
-    assert both.plain == f" {GLYPH} pageable host memory · no CUDA graph "
+    assert both.plain == f" {BADGE_GLYPH} pageable host memory · no CUDA graph "
     assert short((PAGEABLE, EAGER), len(both)).plain == both.plain
-    assert short((PAGEABLE, EAGER), len(both) - 1).plain == f" {GLYPH} 2 "
-    assert [span.style for span in both.spans] == [STYLE]
+    assert short((PAGEABLE, EAGER), len(both) - 1).plain == f" {BADGE_GLYPH} 2 "
+    assert [span.style for span in both.spans] == [BADGE_STYLE]
 
 
 async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_every_width(running, monkeypatch):
@@ -138,9 +138,11 @@ async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_ever
         def shown():
             return " ".join("".join(strip.text for strip in badges.render_lines(badges.size.region)).split())
 
-        await until(lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(GLYPH) == 2)
+        await until(
+            lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(BADGE_GLYPH) == 2
+        )
         typed(app, "slow")
-        for width, words in ((80, "memory · no CUDA graph"), (40, f"{GLYPH} 2")):
+        for width, words in ((80, "memory · no CUDA graph"), (40, f"{BADGE_GLYPH} 2")):
             await pilot.resize_terminal(width, 24)
             await until(lambda width=width: "tok/s" in bar.render().plain and bar.size.width == width)
             assert words in bar.render().plain
@@ -156,7 +158,7 @@ async def test_an_event_of_any_length_is_a_line_of_the_log_and_without_badges_th
         bar = app.chat.query_one(StatusBar)
         await until(lambda: bar.snapshot and bar.render().plain.strip())
         assert not app.chat.query_one(Badges).display
-        assert GLYPH not in bar.render().plain
+        assert BADGE_GLYPH not in bar.render().plain
         log = app.chat.query_one("#events", Static)
         app.chat.log_event("x" * 10**6)
         app.chat.log_event("the next")

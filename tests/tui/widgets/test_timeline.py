@@ -11,20 +11,20 @@ from kvchat.protocol.figures import Gpu
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin, Sampling
 from kvchat.tui.state import POINTS, ChatState, GpuHistory, Moment
 from kvchat.tui.themes import RIBBON_DEFAULTS
-from kvchat.tui.widgets.charts import EXPOSED, HIDDEN, NONE, HeadMap, arranged, bar, glyph, label, occupied, rows
-from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
+from kvchat.tui.widgets.charts import EXPOSED, HIDDEN, NONE, HeadMap, bar, glyph, label, layout, occupied, readings
+from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column_glyphs
 from kvchat.units import BARS, UNREAD, bars
 
 
 def test_a_column_shows_read_below_stored():
-    assert column(Point(50, 100), 100, 5) == [" ", STORED, STORED, "█", "█"]
-    assert column(Point(0, 100), 100, 3) == [" ", STORED, STORED]
-    assert column(Point(12.5, 25), 100, 5)[-1] == "▄"
-    assert column(Point(0, 0), 100, 3) == [" ", " ", " "]
+    assert column_glyphs(Point(50, 100), 100, 5) == [" ", STORED, STORED, "█", "█"]
+    assert column_glyphs(Point(0, 100), 100, 3) == [" ", STORED, STORED]
+    assert column_glyphs(Point(12.5, 25), 100, 5)[-1] == "▄"
+    assert column_glyphs(Point(0, 0), 100, 3) == [" ", " ", " "]
 
 
 def test_a_switch_is_marked_on_top():
-    assert column(Point(100, 100, switched=True), 100, 3) == [MARK, "█", "█"]
+    assert column_glyphs(Point(100, 100, switched=True), 100, 3) == [MARK, "█", "█"]
 
 
 def test_columns_are_ranges_of_tokens():
@@ -90,14 +90,14 @@ GiB = 2**30
 
 def test_each_reading_has_its_scale_and_its_present_value():
     moments = [Moment(6 * GiB, 24 * GiB, 50, 100.0), Moment(12 * GiB, 24 * GiB, 100, None, GiB)]
-    lines = {name: (bars(values, top), value) for name, values, top, value in rows(moments)}
+    lines = {name: (bars(values, top), value) for name, values, top, value in readings(moments)}
     assert lines == {
         "memory": (BARS[2] + BARS[4], "12.0 GiB / 24.0 GiB"),
         "load": (BARS[4] + BARS[7], "100 %"),
         "power": (BARS[7] + UNREAD, "n/a"),
         "PCIe": (UNREAD + BARS[7], "1.0 GiB/s"),
     }
-    assert rows([]) == ()
+    assert readings([]) == ()
     assert bars([0, 0, None], 0) == BARS[0] * 2 + UNREAD
 
 
@@ -156,7 +156,7 @@ def test_only_the_times_that_occurred_are_shown():
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (7, 3), (36, 8), (80, 8), (32, 32), (512, 512)])
 @pytest.mark.parametrize(("width", "height"), [(35, 8), (91, 4), (1, 1)])
 def test_every_layer_and_head_has_one_cell_and_all_cells_fit(layers, heads, width, height):
-    grid = arranged(layers, heads, width, height)
+    grid = layout(layers, heads, width, height)
     assert [layer for start, end in pairwise(grid.layers) for layer in range(start, end)] == list(range(layers))
     assert [head for start, end in pairwise(grid.heads) for head in range(start, end)] == list(range(heads))
     assert (len(grid.layers) - 1) * grid.column <= width
