@@ -42,7 +42,7 @@ def prompt(app: KvchatApp) -> Prompt:
 
 
 def answers(app: KvchatApp) -> list[Answer]:
-    return [message for message, _ in app.chat.query_one(Transcript).places() if isinstance(message, Answer)]
+    return [message for message, _ in app.chat.query_one(Transcript).message_regions() if isinstance(message, Answer)]
 
 
 def choices(app: KvchatApp) -> list[str]:

@@ -43,7 +43,7 @@ from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, EventLog, FigureColumn, KvColumn, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.transcript import Gutter, Transcript, TranscriptPane, past
+from kvchat.tui.widgets.transcript import Gutter, Transcript, TranscriptPane, message_widgets
 from kvchat.tui.widgets.welcome import ConversationColumn, Welcome, example
 from kvchat.units import count
 
@@ -279,7 +279,7 @@ class ChatScreen(Screen[None]):
         """Scroll the transcript ``up`` or ``down`` by a page, wherever the focus is."""
         getattr(self._transcript, f"scroll_page_{direction}")(animate=False)
 
-    def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
+    def on_ribbon_cursor_moved(self, message: Ribbon.CursorMoved) -> None:
         self.controller.peek(message.start, message.end)
 
     async def on_ribbon_picked(self, message: Ribbon.Picked) -> None:
@@ -302,7 +302,7 @@ class ChatScreen(Screen[None]):
             self.query_one(Ribbon).clear()
             self.query_one(Timeline).clear()
         self._show_switches()
-        await self._transcript.replace_below(below, past(messages) or ([] if below else [self._welcome()]))
+        await self._transcript.replace_below(below, message_widgets(messages) or ([] if below else [self._welcome()]))
 
     def show_footer(self, message: Message, footer: str) -> None:
         self._transcript.show_footer(message.id, footer)

@@ -1,8 +1,7 @@
-"""The KV ribbon: the whole stored context on one line; each part is as high as the share of it that is read.
+"""The KV ribbon: all stored tokens on one line, divided into parts whose height is the share that was read.
 
-The share is that of the layers, KV heads and tokens which the last step attended to; the color says where the part is.
-
-Drawn by the Line API: 3.5 ms a frame where markup needs 45 ms.
+It is the share of layers, KV heads and tokens that the last step attended to; the color says where the part is stored.
+The line API draws a frame in 3.5 ms, where markup takes 45 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import has_gpu, state_words
 from kvchat.units import BARS, count, short
 
-GLYPHS = {"R": "▲", "P": "◆", "H": "·", "F": "~", "X": "×"}  # of parts recalled or pinned, or not read at all
+GLYPHS = {"R": "▲", "P": "◆", "H": "·", "F": "~", "X": "×"}  # of R and P always, of the others if nothing is read
 CLASSES = {
     "S": "sink",
     "P": "sink",
@@ -42,9 +41,9 @@ LABEL = " KV "
 
 
 def squeeze(cells: str, width: int) -> str:
-    """``cells`` in at most ``width`` letters: the most common of each group, but what is recalled, sink or window wins.
+    """``cells`` in at most ``width`` letters, the most common one of each group.
 
-    Those are few and would vanish among thousands of others.
+    Recalled, pinned, sink and window cells win over others: they are few and would vanish.
     """
     if len(cells) <= width:
         return cells
@@ -53,32 +52,32 @@ def squeeze(cells: str, width: int) -> str:
 
 
 def mean_shares(digits: str, width: int) -> list[int]:
-    """The read shares of ``squeeze``'s groups, 0 to 9: their means."""
+    """The mean read share, 0 to 9, of each group of ``squeeze``."""
     shown = min(len(digits), width)
     edges = [part * len(digits) // shown for part in range(shown + 1)] if shown else []
     return [round(sum(map(_tenths, digits[start:end])) / (end - start)) for start, end in pairwise(edges)]
 
 
 def glyph(letter: str, share: int) -> str:
-    """The glyph of a part in a state, of which a ``share`` of 0 to 9 tenths was read."""
+    """The glyph of a part in the state ``letter``; ``share`` is the read share as a digit, 0 to 9."""
     if letter in "RP" or (not share and letter in GLYPHS):
         return GLYPHS[letter]
     return BARS[max(round((share + 0.5) * len(BARS) / 10) - 1, 0)]
 
 
 def part_of(position: int, cell_tokens: int, cells: int, width: int) -> int:
-    """The part that shows the token at ``position``: a cell, or a group of cells where they do not fit."""
+    """The part that shows the token at ``position``: a cell, or a group of cells if not all fit in ``width``."""
     cell = min(position // cell_tokens, max(cells - 1, 0))
     return cell if cells <= width else min(cell * width // cells, width - 1)
 
 
 def part_at(column: int, parts: int, width: int) -> int:
-    """The one of ``parts`` drawn over a column of ``width``."""
+    """Which of ``parts`` is drawn at a column of ``width``."""
     return ((column + 1) * parts - 1) // width
 
 
 def tokens_of(part: int, cell_tokens: int, cells: int, width: int, total: int) -> tuple[int, int]:
-    """The range of token positions that one part shows."""
+    """Start and end of the token positions that a part shows."""
     shown = min(cells, width)
     if not shown:
         return 0, 0
@@ -96,9 +95,9 @@ def _common(group: str) -> str:
 
 
 class Ribbon(Widget, can_focus=True):
-    """One line over the whole width, three when focused: a cursor walks the parts, below are text and legend.
+    """The ribbon; while it has the focus, a cursor moves over its parts, with their text and a legend below.
 
-    The mode changed where as many tokens were stored as ``ticks`` say.
+    ``ticks`` are the numbers of stored tokens at which the mode changed.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"ribbon--{name}" for name in (*CLASSES.values(), "tick", "label", "text")}
@@ -118,15 +117,15 @@ class Ribbon(Widget, can_focus=True):
     ticks: reactive[tuple[int, ...]] = reactive(())
 
     @dataclass
-    class Looked(Message):
-        """The cursor is on these tokens; the receiver answers with ``show_text``."""
+    class CursorMoved(Message):
+        """The cursor has moved to these tokens; the receiver answers with ``show_text``."""
 
         start: int
         end: int
 
     @dataclass
     class Picked(Message):
-        """The message of this token is wanted."""
+        """The user wants to see the message that this token belongs to."""
 
         position: int
 
@@ -134,7 +133,7 @@ class Ribbon(Widget, can_focus=True):
         self.page_text, self.cursor, self.snapshot = "", 0, None
 
     def show_text(self, start: int, text: str) -> None:
-        """Show the text asked for by ``Looked``; dropped when the cursor has moved on."""
+        """Show the text under the cursor, unless the cursor has moved on since it was requested."""
         if start == self._range()[0]:
             self.page_text = text
 
@@ -142,16 +141,16 @@ class Ribbon(Widget, can_focus=True):
         self.cursor = max(0, min(self.cursor + step, self._shown() - 1))
         start, end = self._range()
         if end > start:
-            self.post_message(self.Looked(start, end))
+            self.post_message(self.CursorMoved(start, end))
 
     def action_pick(self) -> None:
-        """Ask for the message of the text under the cursor: of the token in its middle."""
+        """Post ``Picked`` with the middle token under the cursor."""
         start, end = self._range()
         if end > start:
             self.post_message(self.Picked((start + end) // 2))
 
     def on_click(self, event: Click) -> None:
-        """Go to the part in this column: the line may have moved, as the focus made the widget higher."""
+        """Pick the part in this column, in any row: gaining the focus moves the lines of the widget."""
         column, parts, width = event.x - len(LABEL), self._shown(), self._width()
         if parts and 0 <= column < width:
             self.cursor = part_at(column, parts, width)
@@ -186,9 +185,9 @@ class Ribbon(Widget, can_focus=True):
         cells = [part for part, (start, end) in zip(parts, pairwise(edges), strict=True) for _ in range(start, end)]
         if (s := self.snapshot) is not None and s.ribbon:
             for tick in self.ticks:
-                if tick <= s.total:  # what was truncated has none
-                    place = edges[part_of(tick, s.cell_tokens, len(s.ribbon), width)]
-                    cells[place] = Segment(TICK, base + self._style("tick"))
+                if tick <= s.total:  # the others were in tokens truncated since
+                    column = edges[part_of(tick, s.cell_tokens, len(s.ribbon), width)]
+                    cells[column] = Segment(TICK, base + self._style("tick"))
         if self.has_focus and self.cursor < len(parts):
             for column in range(edges[self.cursor], edges[self.cursor + 1]):
                 cell = cells[column]
@@ -221,7 +220,7 @@ class Ribbon(Widget, can_focus=True):
         return Strip([Segment(where, base + self._style("label")), Segment(text, base + self._style("text"))])
 
     def _legend_line(self) -> Strip:
-        """Words for what the ribbon shows now, as many as fit."""
+        """The meanings of the glyphs and colors now on the ribbon, as many as fit."""
         letters = self.snapshot.ribbon if self.snapshot else ""
         words = [(GLYPHS.get(of, BARS[7]), CLASSES[of], word) for of, word in self._words().items() if of in letters]
         if self.ticks:

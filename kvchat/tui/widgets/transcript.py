@@ -1,12 +1,11 @@
-"""The transcript: owns the messages, keeps the newest in sight and only some of them alive.
+"""The transcript: shows the messages and follows the newest, with few widgets mounted.
 
-Every layout visits every mounted widget (25 answers with a table are 600 widgets and 90 ms), and there are up to 20
-layouts a second while an answer streams. So answers far from the reader are collapsed to one widget each, and what was
-said before the conversation was opened is in chapters, a few messages to a widget, of which those far from the reader
-are folded.
+Every layout visits every mounted widget (25 answers with a table are 600 widgets and take 90 ms), and a streaming
+answer causes up to 20 layouts a second. So answers far from the reader are collapsed to one widget each. Messages from
+before the conversation was opened are grouped in chapters, which are folded to one widget each far from the reader.
 
-In its gutter stands beside each message how much of it the model still reads, in the ribbon's colors. It lies over the
-messages' margin: a new snapshot repaints one column and lays nothing out.
+The gutter shows next to each message how much of it the model still reads, in the ribbon's colors. It covers the
+messages' margin, so that a new snapshot repaints one column without a layout.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 
 LIVE_WIDGETS = 120
 W = TypeVar("W", bound=Widget)
-LENGTH = 20  # messages of a chapter at most
-NEWEST = 10  # messages that are in none
+CHAPTER_LENGTH = 20  # most messages of a chapter
+NEWEST = 10  # messages that are never in a chapter
 MarkOf = Callable[[str], Mark | None]
 SHADES = "░▒▓█"
 
 
 class Transcript(VerticalScroll):
-    """Anchored at its end until the reader scrolls away; so many lines that came since are then ``below`` the screen.
+    """Stays at its end until the reader scrolls away; ``below`` then counts the lines added since.
 
-    While it has the focus a message can be ``chosen``, for the keys that act on one.
+    While it has the focus a message can be ``chosen``, on which some keys act.
     """
 
     DEFAULT_CSS = """
@@ -59,47 +58,50 @@ class Transcript(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left_at: float | None = None
+        self._left_at: float | None = None  # ``max_scroll_y`` when the reader left the end; None while he is there
         self._chosen: Question | Answer | None = None
-        self._sought: Question | Answer | None = None  # gone to, while what is unfolded around it may still move it
-        self._sought_at = Region()
+        self._target: Question | Answer | None = None  # of ``go_to``, while unfolding chapters may still move it
+        self._target_region = Region()
 
     @property
     def chosen(self) -> str | None:
         return self._chosen.message if self._chosen is not None and self._chosen.is_attached else None
 
     def choose(self, message: Question | Answer | None) -> None:
-        """Choose a message and scroll to it; None for none. One that is gone to is then sought no more."""
+        """Choose a message and scroll to it; None chooses none. This ends ``go_to`` for another message."""
         if self._chosen is not None:
             self._chosen.remove_class("chosen")
         self._chosen = message
-        if message is not self._sought:
-            self._sought = None
+        if message is not self._target:
+            self._target = None
         if message is not None:
             message.add_class("chosen")
-            self.scroll_to_region(self._place(message), animate=False, immediate=message is self._sought)
+            self.scroll_to_region(self._region_of(message), animate=False, immediate=message is self._target)
         self.refresh_bindings()
 
     async def go_to(self, id: str) -> bool:
-        """Choose a message by its id and take the focus; whether it is here. One in progress has no id yet."""
+        """Choose a message by its id and take the focus; return False if it is not in the transcript.
+
+        For ``UNFINISHED``, the answer in progress, jump to the end.
+        """
         if id == UNFINISHED:
             self.jump_to_end()
             return True
         for chapter in self._chapters():
             if chapter.has(id):
                 self.scroll_to_widget(chapter, animate=False, immediate=True)
-                self._count_below()  # the reader is there: one far from him is folded again
+                self._count_below()  # notes where the reader is: a chapter far from him would be folded again
                 await chapter.set_folded(False)
-        for message, _ in self.places():
+        for message, _ in self.message_regions():
             if message.message == id:
                 self.focus()
-                self._sought = message
+                self._target = message
                 self.call_after_refresh(self.settle)
                 return True
         return False
 
-    def places(self) -> Iterator[tuple[Question | Answer, Region]]:
-        """The messages but for those in folded chapters, oldest first, and where they lie in what is scrolled."""
+    def message_regions(self) -> Iterator[tuple[Question | Answer, Region]]:
+        """The messages outside folded chapters, oldest first, each with its region in the scrolled content."""
         for child in self.children:
             if isinstance(child, Chapter):
                 offset = child.virtual_region.offset
@@ -108,47 +110,46 @@ class Transcript(VerticalScroll):
                 yield child, child.virtual_region
 
     def action_choose(self, step: int) -> None:
-        """Choose the message ``step`` further on; at first the last one."""
-        messages = [message for message, _ in self.places() if message.message]
+        """Choose the message ``step`` after the chosen one; the last one if none is."""
+        messages = [message for message, _ in self.message_regions() if message.message]
         if not messages:
             return
+        index = last = len(messages) - 1
         if self._chosen in messages:
-            place = min(max(messages.index(self._chosen) + step, 0), len(messages) - 1)
-        else:
-            place = len(messages) - 1
-        self.choose(messages[place])
+            index = min(max(messages.index(self._chosen) + step, 0), last)
+        self.choose(messages[index])
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Letters act on a chosen message only; otherwise they are typed."""
+        """Disable the letter keys unless a message is chosen, so that they are typed."""
         return action != "run" or self.chosen is not None
 
     async def action_run(self, id: str) -> None:
         await self.run_action(f"screen.run({id!r})")
 
     def on_blur(self) -> None:
-        self.choose(None)  # the keys of a message end with the focus
+        self.choose(None)  # the keys that act on a message need the focus
 
     def on_mount(self) -> None:
         self.anchor()
 
     async def add(self, widget: W, before: Widget | None = None) -> W:
-        """Mount ``before`` another, else at the end, but before what is to come, unless it is a question that waits."""
-        is_waiting = isinstance(widget, Question) and widget.queued
-        to_come = next(filter(_is_to_come, self.children), None) if not is_waiting else None
+        """Mount ``before`` another widget, else at the end; only a queued question goes after pending widgets."""
+        is_queued = isinstance(widget, Question) and widget.queued
+        pending = next(filter(_is_pending, self.children), None) if not is_queued else None
         with self.app.batch_update():
-            await self.mount(widget, before=before or to_come)
+            await self.mount(widget, before=before or pending)
         if isinstance(widget, Question):
             self.jump_to_end()
         self.call_after_refresh(self.settle)
         return widget
 
     async def replace_below(self, message: str | None, widgets: Sequence[Widget]) -> None:
-        """Put ``widgets`` in place of all below the widget of a message; None: of all there is."""
+        """Replace everything below a message, or with None everything, by ``widgets``."""
         self.choose(None)
-        kept, added = self._kept(message) if message else 0, list(widgets)
+        kept, added = self._kept_children(message) if message else 0, list(widgets)
         if message and kept < len(self.children) and isinstance(chapter := self.children[kept], Chapter):
-            last = next(number for number, (one, _) in enumerate(chapter.said) if one.id == message)
-            added = [Chapter(chapter.said[: last + 1]), *added]
+            last = next(number for number, (shown, _) in enumerate(chapter.messages) if shown.id == message)
+            added = [Chapter(chapter.messages[: last + 1]), *added]
         with self.app.batch_update():
             await self.remove_children(self.children[kept:])
             await self.mount_all(added)
@@ -158,70 +159,72 @@ class Transcript(VerticalScroll):
     def show_footer(self, message: str, footer: str) -> None:
         for chapter in self._chapters():
             chapter.show_footer(message, footer)
-        for shown, _ in self.places():
+        for shown, _ in self.message_regions():
             if shown.message == message:
                 shown.show_footer(footer)
 
     def jump_to_end(self) -> None:
-        """Show the newest and follow it again."""
+        """Scroll to the end and follow it again."""
         self.scroll_end(animate=False)
         self.anchor()
 
     async def settle(self) -> None:
-        """After a new message or scrolling: count what is out of sight; collapse and revive answers, fold chapters."""
+        """After new messages or scrolling: count the lines below, and collapse or expand answers and chapters."""
         self._count_below()
         has_changed = await self._settle_answers() | await self._settle_chapters()
-        if self._sought is not None and not self._sought.is_attached:
-            self._sought = None
-        if self._sought is not None and self._sought.virtual_region.height:
-            self._approach(self._sought, has_changed)
+        if self._target is not None and not self._target.is_attached:
+            self._target = None
+        if self._target is not None and self._target.virtual_region.height:
+            self._scroll_to_target(self._target, has_changed)
 
     async def _settle_answers(self) -> bool:
-        answers, has_changed = [(one, place) for one, place in self.places() if isinstance(one, Answer)], False
-        live = recent([answer for answer, _ in answers])
-        for answer, place in answers[: len(answers) - live]:
-            has_changed |= await answer.set_collapsed(self._left_at is None or not self._is_near(place))
+        shown, has_changed = self.message_regions(), False
+        answers = [(answer, region) for answer, region in shown if isinstance(answer, Answer)]
+        live = live_count([answer for answer, _ in answers])
+        for answer, region in answers[: len(answers) - live]:
+            has_changed |= await answer.set_collapsed(self._left_at is None or not self._is_near(region))
         for answer, _ in answers[len(answers) - live :]:
             has_changed |= await answer.set_collapsed(False)
         return has_changed
 
     async def _settle_chapters(self) -> bool:
-        needed, has_changed = {one.message for one in (self._chosen, self._sought) if one and one.is_attached}, False
+        wanted, has_changed = (self._chosen, self._target), False
+        needed = {message.message for message in wanted if message and message.is_attached}
         for chapter in self._chapters():
-            place, is_needed = chapter.virtual_region, any(map(chapter.has, needed))
-            if place.height:  # the last layout has seen it
-                has_changed |= await chapter.set_folded(not is_needed and not self._is_near(place))
+            region, is_needed = chapter.virtual_region, any(map(chapter.has, needed))
+            if region.height:  # it had a layout
+                has_changed |= await chapter.set_folded(not is_needed and not self._is_near(region))
         return has_changed
 
-    def _approach(self, sought: Question | Answer, has_changed: bool) -> None:
-        """Choose the message gone to, again until a layout has left it and all around it as they were."""
-        place = self._place(sought)
-        self.choose(sought)
-        if has_changed or place != self._sought_at or any(chapter.is_held for chapter in self._chapters()):
-            self._sought_at = place
+    def _scroll_to_target(self, target: Question | Answer, has_changed: bool) -> None:
+        """Choose the message of ``go_to``, again after each layout until one moves neither it nor a chapter."""
+        region = self._region_of(target)
+        self.choose(target)
+        if has_changed or region != self._target_region or any(chapter.is_height_fixed for chapter in self._chapters()):
+            self._target_region = region
             self.call_after_refresh(self.settle)
         else:
-            self._sought = None
+            self._target = None
 
-    def _place(self, message: Question | Answer) -> Region:
-        return next((place for one, place in self.places() if one is message), Region())
+    def _region_of(self, message: Question | Answer) -> Region:
+        return next((region for shown, region in self.message_regions() if shown is message), Region())
 
     def on_chapter_grew(self, message: Chapter.Grew) -> None:
-        """Keep what is read at its place; a message gone to is then looked for again."""
-        message.chapter.is_held = False
+        """Scroll by as much as a chapter above the reader grew, so that what he reads does not move, and settle."""
+        message.chapter.is_height_fixed = False
         if message.chapter.virtual_region.y < self.scroll_y and self._left_at is not None:
             self.scroll_to(y=self.scroll_y + message.rows, animate=False, immediate=True)
         self.call_after_refresh(self.settle)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Settle after the reader or the end has moved."""
+        """Settle after scrolling; while the end is followed only count the lines below."""
         super().watch_scroll_y(old_value, new_value)
         if round(old_value) != round(new_value):
             following = self._left_at is None and self.is_vertical_scroll_end
             self.call_after_refresh(self._count_below if following else self.settle)
 
     async def on_answer_grew(self) -> None:
-        """The layout knows the new height only after the next refresh."""
+        """Count the lines below after the next refresh, which computes the new height."""
         self.call_after_refresh(self._count_below)
 
     def _count_below(self) -> None:
@@ -231,17 +234,17 @@ class Transcript(VerticalScroll):
             self._left_at = self.max_scroll_y
         self.below = 0 if self._left_at is None else max(round(self.max_scroll_y - self._left_at), 0)
 
-    def _is_near(self, place: Region) -> bool:
-        """True if it is less than a screen from the reader, who is at the end or on the way there until he left it."""
+    def _is_near(self, region: Region) -> bool:
+        """True if ``region`` is less than a screen away from the rows that are in view, or soon will be at the end."""
         seen = self.max_scroll_y if self._left_at is None else self.scroll_y
         top, height = seen - self.size.height, 3 * self.size.height
-        return place.bottom > top and place.y < top + height
+        return region.bottom > top and region.y < top + height
 
     def _chapters(self) -> list[Chapter]:
         return [child for child in self.children if isinstance(child, Chapter)]
 
-    def _kept(self, message: str) -> int:
-        """Number of children above a chapter that has the message, or ending with it."""
+    def _kept_children(self, message: str) -> int:
+        """Number of children before the chapter that has the message, or up to and including its own widget."""
         for index in reversed(range(len(self.children))):
             child = self.children[index]
             if isinstance(child, Chapter) and child.has(message):
@@ -251,15 +254,15 @@ class Transcript(VerticalScroll):
         return 0
 
 
-def _is_to_come(widget: Widget) -> bool:
-    """True of a queued question, and of an answer until its first word: what is told before that stands above it."""
+def _is_pending(widget: Widget) -> bool:
+    """True for a queued question and an answer without text yet, above which notes are added."""
     if isinstance(widget, Question):
         return widget.queued
     return isinstance(widget, Answer) and not (widget.finished or widget.text)
 
 
-def recent(answers: Sequence[Answer]) -> int:
-    """Number of answers at the end that stay alive: as many as ``LIVE_WIDGETS`` allow, but at least two."""
+def live_count(answers: Sequence[Answer]) -> int:
+    """Number of last answers that are never collapsed: as many as ``LIVE_WIDGETS`` allow, but at least two."""
     widgets = 0
     for number, answer in enumerate(reversed(answers)):
         widgets += answer.weight
@@ -269,7 +272,7 @@ def recent(answers: Sequence[Answer]) -> int:
 
 
 class NewLines(Static):
-    """The chip under the transcript: new lines below, a click goes there."""
+    """The line under the transcript with the number of new lines below; a click scrolls there."""
 
     DEFAULT_CSS = """
     NewLines { display: none; height: 1; text-align: right; color: $primary; padding: 0 2; }
@@ -293,7 +296,7 @@ class NewLines(Static):
 
 
 class TranscriptPane(Vertical):
-    """The transcript with the chip for new lines under it."""
+    """The transcript with its gutter, and the line about new lines under it."""
 
     DEFAULT_CSS = "TranscriptPane { width: 1fr; layers: base above; }"
 
@@ -305,9 +308,9 @@ class TranscriptPane(Vertical):
 
 
 class Chapter(Vertical):
-    """Some messages: while it is ``folded`` one plain text, about as high as they are.
+    """Several messages; while ``folded`` a single plain text of about the same height.
 
-    Its height ``is_held`` from then on until whoever hears ``Grew`` has moved along with it, and says so.
+    ``is_height_fixed`` from folding or unfolding until the receiver of ``Grew`` has scrolled along and resets it.
     """
 
     DEFAULT_CSS = """
@@ -317,66 +320,66 @@ class Chapter(Vertical):
 
     @dataclass
     class Grew(Message):
-        """``chapter`` is so many rows higher than it was; what is below it has moved."""
+        """``chapter`` becomes ``rows`` higher, which moves everything below it."""
 
         chapter: Chapter
         rows: int
 
-    def __init__(self, said: Sequence[Footed]) -> None:
+    def __init__(self, messages: Sequence[Footed]) -> None:
         super().__init__()
-        self.said = list(said)
+        self.messages = list(messages)
         self.folded = True
-        self.is_held = False
+        self.is_height_fixed = False
 
     def compose(self) -> ComposeResult:
         if self.folded:
-            yield PlainText("\n\n".join(["", *(visible(folded(message.text)) for message, _ in self.said)]))
+            yield PlainText("\n\n".join(["", *(visible(folded(message.text)) for message, _ in self.messages)]))
         else:
-            yield from (message_widget(message, footer) for message, footer in self.said)
+            yield from (message_widget(message, footer) for message, footer in self.messages)
 
     def widgets(self) -> Iterator[Question | Answer]:
-        """Those of its messages, none while it is folded."""
+        """The widgets of its messages; none while it is folded."""
         return (child for child in self.children if isinstance(child, Question | Answer))
 
     def has(self, id: str) -> bool:
-        return any(message.id == id for message, _ in self.said)
+        return any(message.id == id for message, _ in self.messages)
 
     def show_footer(self, id: str, footer: str) -> None:
-        self.said = [(message, footer if message.id == id else old) for message, old in self.said]
+        self.messages = [(message, footer if message.id == id else old) for message, old in self.messages]
 
     async def set_folded(self, folded: bool) -> bool:
-        """Fold or unfold it; whether that changed anything. One that no layout has seen stays as it is.
+        """Fold or unfold it and return True; return False if it is already, or no layout has given it a height.
 
-        Its height stays until the next layout, in which the view can be moved along.
+        Its height stays fixed until the next layout, so that the transcript can scroll along.
         """
         if folded == self.folded or not self.size.height:
             return False
-        self.styles.height, self.is_held = self.size.height, True
+        self.styles.height, self.is_height_fixed = self.size.height, True
         self.folded = folded
         await self.recompose()
-        self.call_after_refresh(self._let_go)
+        self.call_after_refresh(self._release_height)
         return True
 
-    def _let_go(self) -> None:
+    def _release_height(self) -> None:
         if not self.is_attached:
             return
         rows = max((child.virtual_region.bottom for child in self.children), default=0)
         if not rows:  # no layout has placed them yet
-            self.call_after_refresh(self._let_go)
+            self.call_after_refresh(self._release_height)
             return
         self.post_message(self.Grew(self, rows - self.size.height))
         self.styles.height = "auto"
 
 
-def past(messages: Sequence[Footed]) -> list[Widget]:
-    """Widgets of messages said before: one for each of the newest, and chapters of those before, if they are many."""
-    rest = len(messages) - NEWEST if len(messages) > NEWEST + LENGTH else 0
-    chapters = [Chapter(messages[max(end - LENGTH, 0) : end]) for end in range(rest, 0, -LENGTH)]
+def message_widgets(messages: Sequence[Footed]) -> list[Widget]:
+    """A widget for each of the newest messages, and chapters of the earlier ones if there are many."""
+    rest = len(messages) - NEWEST if len(messages) > NEWEST + CHAPTER_LENGTH else 0
+    chapters = [Chapter(messages[max(end - CHAPTER_LENGTH, 0) : end]) for end in range(rest, 0, -CHAPTER_LENGTH)]
     return [*reversed(chapters), *(message_widget(message, footer) for message, footer in messages[rest:])]
 
 
 def shade(mark: Mark) -> str:
-    """The glyph of a message: the fuller, the more of it is read."""
+    """The glyph of a message, fuller the more of it is read."""
     if mark.share <= 0:
         return GLYPHS.get(mark.letter, GLYPHS["H"])
     return SHADES[min(int(mark.share * len(SHADES)), len(SHADES) - 1)]
@@ -396,23 +399,23 @@ class Gutter(Widget):
     def on_mount(self) -> None:
         for name in ("scroll_y", "virtual_size"):
             self.watch(self._transcript, name, self._draw, init=False)
-        # Messages of a transcript that is not full yet move without either of them.
+        # In a transcript that is not full yet messages move without a change of either.
         self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
 
     def on_resize(self) -> None:
-        """As high as it is now: while a prompt is read no snapshot comes that would draw it again."""
+        """Draw at the new height: no snapshot may come soon to do so, as during a prefill."""
         self._draw()
 
     def show(self, mark_of: MarkOf | None) -> None:
-        """Show what is read of each message, by its id; asked for those in sight, None for none."""
+        """Show the marks that ``mark_of`` returns for the ids of the messages in view; None shows none."""
         self._mark_of = mark_of
         self._draw()
 
     def _draw(self) -> None:
         rows: list[Mark | None] = [None] * self.size.height
         top, mark_of = round(self._transcript.scroll_y), self._mark_of
-        for message, place in self._transcript.places() if mark_of else ():
-            first, end = max(place.y - top, 0), min(place.bottom - top, len(rows))
+        for message, region in self._transcript.message_regions() if mark_of else ():
+            first, end = max(region.y - top, 0), min(region.bottom - top, len(rows))
             if first < end and mark_of and not message.has_class("queued"):
                 rows[first:end] = [mark_of(message.message)] * (end - first)
         if rows != self._rows:

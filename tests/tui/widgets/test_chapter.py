@@ -12,7 +12,7 @@ from kvchat.tui.screens.compare import NeedleScreen
 from kvchat.tui.state import Footed
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.transcript import LENGTH, NEWEST, Chapter, Transcript, past
+from kvchat.tui.widgets.transcript import CHAPTER_LENGTH, NEWEST, Chapter, Transcript, message_widgets
 from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, EXAMPLES, NEEDLE, Welcome, example
 
 MANY = 120
@@ -37,7 +37,7 @@ async def opened(app: KvchatApp, messages: Sequence[Footed] = ()) -> Transcript:
 
 
 def ids(transcript: Transcript) -> list[str]:
-    return [message.message for message, _ in transcript.places()]
+    return [message.message for message, _ in transcript.message_regions()]
 
 
 def chapters(transcript: Transcript) -> list[Chapter]:
@@ -45,10 +45,14 @@ def chapters(transcript: Transcript) -> list[Chapter]:
 
 
 def test_the_newest_have_widgets_of_their_own():
-    assert {type(widget) for widget in past(said(NEWEST + LENGTH))} == {Question, Answer}
-    first, second, *newest = past(said(NEWEST + LENGTH + 1))
+    assert {type(widget) for widget in message_widgets(said(NEWEST + CHAPTER_LENGTH))} == {Question, Answer}
+    first, second, *newest = message_widgets(said(NEWEST + CHAPTER_LENGTH + 1))
     assert [type(widget) for widget in (first, second)] == [Chapter, Chapter]
-    assert ([message.id for message, _ in first.said], len(second.said), len(newest)) == (["q0"], LENGTH, NEWEST)
+    assert ([message.id for message, _ in first.messages], len(second.messages), len(newest)) == (
+        ["q0"],
+        CHAPTER_LENGTH,
+        NEWEST,
+    )
 
 
 async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
@@ -56,7 +60,7 @@ async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
         transcript = await opened(app)
         first, *_ = chapters(transcript)
         assert first.folded
-        assert len(ids(transcript)) <= NEWEST + 2 * LENGTH
+        assert len(ids(transcript)) <= NEWEST + 2 * CHAPTER_LENGTH
         assert await transcript.go_to("q20")
         other = next(chapter for chapter in chapters(transcript) if not chapter.has("q20"))
         transcript.on_chapter_grew(Chapter.Grew(other, 0))  # meanwhile
@@ -111,7 +115,7 @@ async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_g
 
     async def counted(transcript):
         await settle(transcript)
-        settled.append(transcript._sought)
+        settled.append(transcript._target)
 
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)

@@ -12,7 +12,7 @@ from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer_body import AnswerBody
-from kvchat.tui.widgets.transcript import LIVE_WIDGETS, NewLines, Transcript, recent
+from kvchat.tui.widgets.transcript import LIVE_WIDGETS, NewLines, Transcript, live_count
 
 
 def weighted(*weights: int) -> list[Answer]:
@@ -23,9 +23,9 @@ def weighted(*weights: int) -> list[Answer]:
 
 
 def test_answers_stay_up_to_a_weight_but_two_at_least():
-    assert recent(weighted(1, 1)) == 2
-    assert recent(weighted(*[LIVE_WIDGETS // 4] * 10)) == 4
-    assert recent(weighted(*[LIVE_WIDGETS * 2] * 10)) == 2
+    assert live_count(weighted(1, 1)) == 2
+    assert live_count(weighted(*[LIVE_WIDGETS // 4] * 10)) == 4
+    assert live_count(weighted(*[LIVE_WIDGETS * 2] * 10)) == 2
 
 
 async def test_new_lines_below_while_the_reader_is_elsewhere(running):
