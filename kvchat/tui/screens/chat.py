@@ -208,7 +208,7 @@ class ChatScreen(Screen[None]):
         prompt = self.query_one(Prompt)
         if self.controller.state.edited is not None:
             self.controller.branches.stop_editing()
-            prompt.put_aside()
+            prompt.clear_to_history()
         prompt.focus()
 
     async def action_ask_example(self, typed: str) -> None:

@@ -1,6 +1,6 @@
-"""The prompt, and above it the list of what may follow what is being typed.
+"""The prompt, and above it a list of suggestions that complete what is being typed.
 
-Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, large pastes fold.
+Enter sends, Ctrl+J inserts a newline, Up and Down at the edges go through the history, large pastes are folded.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
 from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
 from kvchat.units import count, size
 
-COUNT_S = 0.2  # after a change the tokens are counted
-FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds
-FOLD_LINES = 24  # two prompts full: more cannot be looked over while writing
-STEPS = {"up": -1, "down": 1}
+COUNT_S = 0.2  # from a change to counting the tokens
+FOLD_CHARACTERS = 16 * 1024  # TextArea wraps all its text: 5 MB would block for many seconds
+FOLD_LINES = 24  # twice the height of the prompt: more is hard to survey while writing
+STEPS = ("up", "down")
 MAX_LABEL = 34
 PATHS = ("FILE", "PATH")  # arguments that name a file
 
 
 class Composer(Vertical):
-    """``surroundings`` tells what is in force when something is typed, ``key`` the key in force of an action's id."""
+    """``surroundings`` returns what suggestions depend on at that moment, ``key`` the current key of an action's id."""
 
     DEFAULT_CSS = "Composer { height: auto; }"
 
@@ -64,10 +64,10 @@ class Composer(Vertical):
         yield self._prompt
 
     def suggest(self) -> None:
-        """Bring the list up to date with what is typed before the cursor."""
-        begun = self._prompt.begun
+        """Update the list for the text before the cursor."""
+        before = self._prompt.completable
         now = replace(self._surroundings(), entries=self._folders.entries)
-        self._list.show(offer(begun, now) if begun else None)
+        self._list.show(offer(before, now) if before else None)
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         self._prompt.has_queue = waiting > 0
@@ -77,7 +77,7 @@ class Composer(Vertical):
         self._show_subtitle()
 
     def show_editing(self, is_editing: bool, is_answer: bool) -> None:
-        """Show what becomes of the text: a question of its own, or one in place of a message."""
+        """Show in the title what sending does while a message is edited."""
         does = "continues this answer" if is_answer else "asks"
         title = f"editing: {self._key('prompt.send')} {does} on a new branch, {self._key('stop')} cancels"
         self._prompt.border_title = title if is_editing else ""
@@ -91,7 +91,7 @@ class Composer(Vertical):
             self._show_count(0, 0)
 
     async def _count(self) -> None:
-        """Estimate the tokens of what is typed, beside the loop: a paste may be long, a file on a slow disk."""
+        """Estimate the tokens of the text in a thread: a paste may be long, a file on a slow disk."""
         self._count_due.pause()
         state, parts = self._surroundings().state, self._prompt.written.parts
         if is_command("".join(part.text for part in parts[:1])):
@@ -121,11 +121,11 @@ class Composer(Vertical):
 
 
 class Prompt(TextArea):
-    """A multi-line editor that posts ``Sent`` and is empty then: what is typed meanwhile belongs to the next text.
+    """A multi-line editor that posts ``Sent`` and empties itself, so that what is typed next belongs to the next text.
 
-    The receiver answers each ``Sent`` by ``remember`` or ``give_back``; one of white space stays as it is.
-    Control characters become visible marks before they are in the text: what is sent is what was shown.
-    ``has_queue`` says whether questions wait.
+    The receiver answers each ``Sent`` by ``remember`` or ``give_back``. White space is sent but stays in the prompt.
+    Control characters are replaced by visible marks on entry, so that what is sent is what was shown.
+    ``has_queue`` says whether questions are queued.
     """
 
     DEFAULT_CSS = """
@@ -138,14 +138,14 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user sends what was ``typed``; ``pastes`` holds what was pasted, by the words that stand for it."""
+        """The user sends the text ``typed``; ``pastes`` maps labels in it to the pasted texts that they stand for."""
 
         typed: str
         pastes: dict[str, str] = field(default_factory=dict)
 
         @property
         def parts(self) -> tuple[Part, ...]:
-            """The typed and the pasted parts, in turn."""
+            """The typed and the pasted parts in order, with labels replaced by the text they stand for."""
             parts = [Part(self.typed)]
             for label in sorted(self.pastes, key=len, reverse=True):
                 parts = [piece for part in parts for piece in _split(part, label, self.pastes[label])]
@@ -157,14 +157,14 @@ class Prompt(TextArea):
 
         @property
         def is_command(self) -> bool:
-            """True if it is a slash command; what was pasted is none."""
+            """True for a typed slash command; a pasted one is text."""
             return self.parts[0].is_typed and is_command(self.text)
 
     class TookBack(Message):
-        """The user wants the question queued last back."""
+        """The user takes back the last queued question."""
 
     def __init__(self, history: PromptHistory, suggestions: SuggestionList, suggest: Callable[[], None]) -> None:
-        """``suggest`` brings the list of suggestions up to date with the text."""
+        """``suggest`` updates the list of suggestions."""
         super().__init__(soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False)
         # A blinking cursor repaints twice a second: more than 1 % of a core while nothing happens.
         self.set_reactive(TextArea.cursor_blink, False)
@@ -177,11 +177,11 @@ class Prompt(TextArea):
         self._pastes: dict[str, str] = {}
 
     def render_line(self, y: int) -> Strip:
-        """A line, where there is a column: Textual fails at a placeholder of none."""
+        """Render a line, empty if the prompt has no width: Textual cannot render a placeholder then."""
         return super().render_line(y) if self.content_size.width else Strip([])
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
-        """Scroll to the cursor, where there is a line: Textual undoes the text first, and moves the cursor then."""
+        """Scroll to the cursor, unless its line is gone: undoing changes the text before it moves the cursor."""
         if self.cursor_location[0] >= self.document.line_count:
             return Offset()
         return super().scroll_cursor_visible(center, animate)
@@ -193,7 +193,7 @@ class Prompt(TextArea):
             self.load_text("")
 
     def on_text_area_changed(self) -> None:
-        """Forget what was pasted as it stands: typed again it may be a command."""
+        """Once the prompt is empty, forget unfolded pastes: the same text typed again may be a command."""
         if not self.text:
             self._pastes = {label: text for label, text in self._pastes.items() if label != text}
 
@@ -205,8 +205,8 @@ class Prompt(TextArea):
         return self.Sent(self.text, self._pastes)
 
     @property
-    def begun(self) -> str:
-        """The text before the cursor that can be completed; empty inside a line, and in a text of the history."""
+    def completable(self) -> str:
+        """The text before the cursor; "" if it gets no suggestions: inside a line, or recalled from the history."""
         row, column = self.cursor_location
         if self.text == self._recalled or self.document[row][column:].strip():
             return ""
@@ -215,40 +215,39 @@ class Prompt(TextArea):
         return self.document.get_text_range((0, 0), (row, column))
 
     def take_suggestion(self) -> None:
-        """Put the suggestion highlighted in place of what it completes."""
+        """Replace the text that the highlighted suggestion completes by it."""
         suggestion, offer = self._suggestions.suggestion, self._suggestions.offer
         if suggestion and offer:
             row, column = self.cursor_location
             self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
 
     def remember(self, sent: Sent) -> None:
-        """Remember what was sent in the history."""
+        """Add the sent text to the history."""
         try:
             if sent.text.strip():
                 self.prompts.add(sent.text)
         except OSError as error:
             self.app.notify(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
-    def put_aside(self) -> None:
-        """Empty the prompt; its text stays in the history."""
+    def clear_to_history(self) -> None:
+        """Empty the prompt and add its text to the history."""
         written = self.written
         self.load_text("")
         self.remember(written)
 
     def give_back(self, sent: Sent) -> None:
-        """Put what was sent back, before what has been typed since."""
+        """Restore the sent text, before what has been typed since."""
         if not sent.text.strip():
             return
         self._pastes |= sent.pastes
-        begun = f"\n{self.text}" if self.text else ""
-        self._show(sent.typed + begun)
+        self._show(sent.typed + (f"\n{self.text}" if self.text else ""))
 
     def load_text(self, text: str) -> None:
-        """Replace the text; control characters become visible marks."""
+        """Replace the text; control characters are replaced by visible marks."""
         super().load_text(typed(text))
 
     def restore(self, text: str) -> bool:
-        """Put a text back into the prompt, unless another has been begun; whether it was."""
+        """Put a text into the empty prompt; return False if there is another text."""
         if self.text:
             return False
         self.load_text("")
@@ -266,7 +265,7 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up, or the older prompt at the first line; of an empty prompt first the question queued last."""
+        """Move up; at the first line show the older prompt, but in an empty one first take back a queued question."""
         if select or not self.cursor_at_first_line:
             super().action_cursor_up(select)
         elif self.has_queue and not self.text:
@@ -275,17 +274,17 @@ class Prompt(TextArea):
             self._show(entry)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Down, or the newer prompt at the last line."""
+        """Move down; at the last line show the newer prompt."""
         if select or not self.cursor_at_last_line:
             super().action_cursor_down(select)
         elif (entry := self.prompts.newer()) is not None:
             self._show(entry)
 
     async def _on_key(self, event: events.Key) -> None:
-        """Send and newline in the order of the keys; a binding would run after keys that were typed later."""
+        """Handle the prompt's keys in the order of typing; bindings would run after keys that were typed later."""
         active = self.screen.active_bindings.get(event.key)
         id = (active.binding.id or "") if active is not None else ""
-        if self._steer(event.key, id):
+        if self._use_in_list(event.key, id):
             event.stop()
             event.prevent_default()
         elif active is not None and id.startswith("prompt."):
@@ -293,8 +292,8 @@ class Prompt(TextArea):
             event.prevent_default()
             await self.run_action(active.binding.action)
 
-    def _steer(self, key: str, id: str) -> bool:
-        """Give a key to the open list of suggestions; whether it was for it."""
+    def _use_in_list(self, key: str, id: str) -> bool:
+        """Apply a key to the open list of suggestions; return False if it has another meaning."""
         if key not in ("tab", *STEPS) and id not in ("stop", "prompt.send"):
             return False
         self._suggest()
@@ -303,7 +302,7 @@ class Prompt(TextArea):
         if id == "stop":
             self._suggestions.close()
         elif key in STEPS and self._suggestions.is_open:
-            self._suggestions.move(STEPS[key])
+            self._suggestions.move(key)
         elif (key == "tab" and self._suggestions.is_open) or (id == "prompt.send" and self._suggestions.takes_enter):
             self.take_suggestion()
         else:
@@ -311,17 +310,17 @@ class Prompt(TextArea):
         return True
 
     async def _on_paste(self, event: events.Paste) -> None:
-        """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
+        """Insert a paste literally; a large one as a label that is expanded when sent."""
         event.prevent_default()
         event.stop()
-        text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send a line's end as CR
+        text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send line ends as CR
         shown = self._fold(text)
         if shown == text and (MENTION.search(text) or (text.startswith("/") and self.selection.start == (0, 0))):
-            self._pastes[text] = text  # in what is typed it would mean a file or a command
+            self._pastes[text] = text  # as typed text it would name a file or be a command
         self._replace_via_keyboard(shown, *self.selection)
 
     def _fold(self, text: str) -> str:
-        """``text`` with labels for the files in it, and as one label where it is long."""
+        """``text`` with a label in place of each attached file, or one label for all of it if it is long."""
         found = list(pieces(text))
         if any(piece.name for piece in found):
             return "".join(self._label(piece.label, piece.text) if piece.name else piece.text for piece in found)
@@ -344,7 +343,7 @@ class Prompt(TextArea):
 
 
 def _split(part: Part, label: str, paste: str) -> list[Part]:
-    """A typed part at each ``label``, which stands for a paste."""
+    """Split a typed part at each ``label`` and put ``paste`` there."""
     if not part.is_typed:
         return [part]
     pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), Part(paste, is_typed=False))]
@@ -352,7 +351,7 @@ def _split(part: Part, label: str, paste: str) -> list[Part]:
 
 
 class SuggestionList(OptionList):
-    """Shows an ``Offer``; hidden without one. The prompt keeps the focus and moves the highlight."""
+    """Shows an ``Offer``, or is hidden; the prompt keeps the focus and moves the highlight."""
 
     can_focus = False
     DEFAULT_CSS = """
@@ -388,7 +387,7 @@ class SuggestionList(OptionList):
         self.display = False
 
     def show(self, offer: Offer | None) -> None:
-        """Show an offer, or nothing; one that is shown stays as it is."""
+        """Show an offer, or hide the list without one; the same offer again keeps the highlight."""
         if offer == self.offer:
             return
         self.offer, self._is_chosen = offer, False
@@ -398,18 +397,15 @@ class SuggestionList(OptionList):
             return
         if offer.usage:
             self.add_option(Option(Content(visible(offer.usage)), disabled=True))
-        width = min(max((len(visible(one.label)) for one in offer.suggestions), default=0), MAX_LABEL)
-        self.add_options([Option(_line(one, width)) for one in offer.suggestions])
-        is_selected = offer.takes_by_enter or not offer.usage  # alone, an argument that is left out means something
+        width = min(max((len(visible(found.label)) for found in offer.suggestions), default=0), MAX_LABEL)
+        self.add_options([Option(_line(found, width)) for found in offer.suggestions])
+        is_selected = offer.takes_by_enter or not offer.usage  # else Enter sends the command without it
         self.highlighted = int(bool(offer.usage)) if is_selected and offer.suggestions else None
 
-    def move(self, step: int) -> None:
-        """Highlight the suggestion ``step`` further on."""
+    def move(self, step: str) -> None:
+        """Move the highlight ``up`` or ``down``; Enter then takes the suggestion."""
         self._is_chosen = True
-        if step > 0:
-            self.action_cursor_down()
-        else:
-            self.action_cursor_up()
+        getattr(self, f"action_cursor_{step}")()
 
 
 def _line(suggestion: Suggestion, width: int) -> Content:
@@ -419,7 +415,7 @@ def _line(suggestion: Suggestion, width: int) -> Content:
 
 
 def offer(before: str, now: Surroundings) -> Offer | None:
-    """The offer for the end of ``before``, the text before the cursor: a command, its argument or a file."""
+    """Suggestions for the end of ``before``, the text before the cursor: commands, arguments or files."""
     if not is_command(before):
         return mentions.offer(before, now.entries)
     name, space, argument = before.removeprefix("/").partition(" ")
@@ -432,8 +428,8 @@ def _names(typed: str) -> Offer | None:
     if not found and len(typed) > 1:
         found = [action for name, action in COMMANDS.items() if typed.lower() in name]
     rows = [_command(action) for action in sorted(ACTIONS, key=attrgetter("rarity")) if action in found]
-    is_begun = len(rows) > 1 and typed.lower() not in (*COMMANDS, *ALIASES)  # sent, it would name no one command
-    return Offer(f"/{typed}", tuple(rows), takes_by_enter=is_begun) if rows else None
+    is_ambiguous = len(rows) > 1 and typed.lower() not in (*COMMANDS, *ALIASES)
+    return Offer(f"/{typed}", tuple(rows), takes_by_enter=is_ambiguous) if rows else None
 
 
 def _command(action: Action) -> Suggestion:
@@ -453,6 +449,6 @@ def _argument(name: str, argument: str, now: Surroundings) -> Offer | None:
         return Offer(argument, tuple(mentions.matching(argument, now.entries)), expected)
     *words, typed = argument.split(" ")
     found = list(action.values(now, list(filter(None, words)))) if action.values else []
-    rows = [one for one in found if one.text.lower().startswith(typed.lower())]
-    rows = rows or [one for one in found if len(typed) > 1 and typed.lower() in one.text.lower()]
+    rows = [value for value in found if value.text.lower().startswith(typed.lower())]
+    rows = rows or [value for value in found if len(typed) > 1 and typed.lower() in value.text.lower()]
     return Offer(typed, tuple(rows), expected)

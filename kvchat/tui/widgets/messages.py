@@ -1,4 +1,4 @@
-"""The parts of the transcript: questions, streamed answers, notes and error blocks."""
+"""Questions, notes and errors in the transcript."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_LINES = 12
 
 
 class Question(Static):
-    """A question of the user; files in it are folded, a very long one shows its beginning and its size."""
+    """A question of the user, with attached files folded; of a very long one only the beginning and the size."""
 
     DEFAULT_CSS = """
     Question { margin: 1 1 0 1; padding: 0 0 0 2; color: $accent; text-style: bold; }
@@ -43,7 +43,7 @@ class Question(Static):
         self.update(self._content())
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The sign of a question stands beside its first line: all of its lines begin below each other."""
+        """Draw the sign of a question in the padding of its first row, so that all rows are aligned."""
         lines = super().render_lines(crop)
         if lines and not crop.y:
             lines[0] = Strip.join([Strip([Segment("❯ ", self.rich_style)]), lines[0].crop(2)])
@@ -62,16 +62,16 @@ class Question(Static):
 
     def _content(self) -> Content:
         whole = folded(self.text)
-        begun = "\n".join(whole[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
-        length = "" if begun == whole else f" … ({size(len(whole.encode('utf-8', 'replace')))})"
+        shown = "\n".join(whole[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
+        length = "" if shown == whole else f" … ({size(len(whole.encode('utf-8', 'replace')))})"
         return Content.assemble(
-            f"{visible(begun + length)}{'  (queued)' if self.queued else ''}",
+            f"{visible(shown + length)}{'  (queued)' if self.queued else ''}",
             (f"  {self._footer}" if self._footer else "", "dim not bold"),
         )
 
 
 class Note(Static):
-    """A quiet line: a switch, a notice, a table of numbers."""
+    """A muted text: a switch, a notice, a table of figures."""
 
     DEFAULT_CSS = "Note { margin: 1 1 0 1; color: $text-muted; }"
 
@@ -93,7 +93,7 @@ class SwitchNote(Note, SwitchLine):
 
 
 class Problem(Static):
-    """An error: title, detail, hint, and what can be done, which a click does."""
+    """An error: title, detail, hint, and remedies to click on."""
 
     DEFAULT_CSS = "Problem { margin: 1 1 0 1; padding: 0 1; border-left: outer $error; }"
 

@@ -1,4 +1,4 @@
-"""Beside the chat: the first screen, with questions to begin with, and the column of the conversations kept."""
+"""The first screen, with examples to begin with, and the column of saved conversations."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ EXAMPLES = {
         "Write four lines about a lighthouse.",
     ),
 }
-ROOM_FOR_KEYS = 36  # rows of the screen from which on the first screen lists keys
+ROOM_FOR_KEYS = 36  # rows of the terminal that the first screen needs to list keys too
 NONE_SAVED = Option("none saved yet", disabled=True)
 NEEDLE = "/needle"
 ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
 
 
 def example(typed: str, model: str) -> str | None:
-    """The question or command that ``typed`` stands for on the first screen: a number, or nothing for the first."""
+    """The example that ``typed`` chooses on the first screen: its number, or "" for the first; else None."""
     examples = (*EXAMPLES[model == BUNDLED], *([] if is_server(model) else [NEEDLE]))
     return examples[int(typed or 1) - 1] if typed in ("", *map(str, range(1, len(examples) + 1))) else None
 
 
 class Welcome(Static):
-    """Stands in an empty conversation; a click on a question asks it. Before a ``recording`` nothing can be asked."""
+    """Shown in an empty conversation, with examples to click on, or before ``recording`` is replayed."""
 
     DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"
 
     def __init__(self, model: str, key: Callable[[str], str], recording: str = "") -> None:
-        """``key`` names the key in force of an action's id."""
+        """``key`` returns the current key of an action's id."""
         super().__init__(markup=False)
         self._recording = recording
         self._model = model
@@ -92,7 +92,7 @@ class Welcome(Static):
         return Content.assemble(about, *rows, keys, self._offer, *self._first_keys())
 
     def _first_keys(self) -> Iterator[str | tuple[str, str]]:
-        """The eight keys to begin with, where there is room for them."""
+        """The keys to begin with, if there is room for them."""
         if self.app.size.height < ROOM_FOR_KEYS:
             return
         keys = {id: self._key(id).split(" / ")[0] for id in FIRST_KEYS}
@@ -103,12 +103,12 @@ class Welcome(Static):
             yield f"  {words}"
 
     def on_resize(self) -> None:
-        """There may be another room for the keys."""
+        """Draw again: the keys may fit now, or no longer."""
         self.update(self._content())
 
 
 class ConversationColumn(OptionList, can_focus=False):
-    """A title a line, the current one's marked; a click opens another. Keys search in ``ConversationsScreen``."""
+    """The titles of saved conversations with a mark on the current one; clicking one opens it."""
 
     DEFAULT_CSS = """
     ConversationColumn {
@@ -124,9 +124,9 @@ class ConversationColumn(OptionList, can_focus=False):
         self._titles: dict[str, str] = {}
         self._current = ""
 
-    def show(self, kept: Sequence[Summary], current: str) -> None:
-        """List what is kept; ``current`` is the id of the conversation on the screen, which may not be kept yet."""
-        titles = {summary.id: visible(summary.title or "(no title)") for summary in kept}
+    def show(self, saved: Sequence[Summary], current: str) -> None:
+        """List saved conversations; ``current`` is the id of the one on the screen, which may not be saved yet."""
+        titles = {summary.id: visible(summary.title or "(no title)") for summary in saved}
         self._current = current
         if list(titles.items()) != list(self._titles.items()):
             self._titles = titles
@@ -135,5 +135,5 @@ class ConversationColumn(OptionList, can_focus=False):
 
     @on(OptionList.OptionSelected)
     def _mark(self) -> None:
-        """Mark the current one; where another is clicked, until that is there."""
+        """Mark the current conversation, also after a click on another until that is open."""
         self.highlighted = list(self._titles).index(self._current) if self._current in self._titles else None
