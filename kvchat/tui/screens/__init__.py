@@ -1,1 +1,1 @@
-"""Screens compose widgets and route events; what is shown belongs to the widgets."""
+"""Screens compose widgets and route events between them and the controller; the widgets hold what they show."""

@@ -1,4 +1,4 @@
-"""Base classes of the screens over the chat: dialogs, of which some search in a list, and the command palette."""
+"""Base classes of the screens over the chat: dialogs, dialogs that search in a list, and the command palette."""
 
 from __future__ import annotations
 

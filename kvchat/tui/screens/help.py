@@ -136,8 +136,8 @@ def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
         "/plan": PLANNED,
     }
     rows = []
-    for place, figures in {**FIGURES, **of_modes, **others}.items():
-        rows.append((place, ""))
+    for title, figures in {**FIGURES, **of_modes, **others}.items():
+        rows.append((title, ""))
         rows += [(f"  {visible(label)}", visible(text)) for label, text in figures.items()]
     return rows
 

@@ -194,8 +194,8 @@ class SettingsScreen(Dialog):
         options = self.query_one("#list", OptionList)
         options.set_options(rows)  # in one call: each added row would cost a layout
         if found:
-            kept = before is not None and dotted(before.key) in self._listed
-            options.highlighted = options.get_option_index(dotted(before.key if before and kept else found[0].key))
+            shown = before if before is not None and dotted(before.key) in self._listed else found[0]
+            options.highlighted = options.get_option_index(dotted(shown.key))
         unsaved = self._editor.unsaved
         self.query_one(Vertical).border_subtitle = f"{unsaved} changed, not saved" if unsaved else ""
         self.explain()

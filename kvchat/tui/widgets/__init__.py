@@ -1,1 +1,1 @@
-"""Widgets own what they show; they know neither the engine nor the conversation."""
+"""Widgets hold what they show; they use neither the engine nor the controller, and report by messages."""

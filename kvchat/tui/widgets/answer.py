@@ -182,7 +182,7 @@ class Answer(Vertical):
         )
 
     def _changes(self) -> list[ModeChange]:
-        return [*self._switch_lines, *(ModeChange(mark.place, mark.line) for mark in self._marks)]
+        return [*self._switch_lines, *(ModeChange(mark.chars, mark.line) for mark in self._marks)]
 
     def _switches(self) -> str:
         return visible("\n".join(notes(self._changes())))
@@ -227,11 +227,11 @@ class Answer(Vertical):
 
 
 class SwitchMark(SwitchLine):
-    """A switch in the middle of an answer, after ``place`` characters of it."""
+    """A switch in the middle of an answer, after ``chars`` characters of it."""
 
     def __init__(self, answer: Answer, switched: Switched, speed: float | None) -> None:
         super().__init__(switched, speed)
-        self.place = len(answer.text)
+        self.chars = len(answer.text)
         self._answer = answer
 
     def show_line(self) -> None:

@@ -93,7 +93,7 @@ def _rows(line: str, width: int) -> list[tuple[int, int]]:
     if size <= width:
         return [(0, len(line))]
     most = width if size == len(line) else max(width // 2, 1)
-    # A row is the longest run of characters that ends at a space, or as many as there is room for.
+    # A row is the longest run of characters that fits and ends before a space, or else as many as fit.
     rows = re.finditer(rf"(.{{1,{most}}}(?=\s|$)|.{{1,{most}}})\s*", line, re.DOTALL)
     return [match.span(1) for match in rows]
 

@@ -58,7 +58,7 @@ class Transcript(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left_at: float | None = None  # ``max_scroll_y`` when the reader left the end; None while he is there
+        self._left_at: float | None = None  # ``max_scroll_y`` when the reader left the end; None before that
         self._chosen: Question | Answer | None = None
         self._target: Question | Answer | None = None  # of ``go_to``, while unfolding chapters may still move it
         self._target_region = Region()
@@ -90,7 +90,7 @@ class Transcript(VerticalScroll):
         for chapter in self._chapters():
             if chapter.has(id):
                 self.scroll_to_widget(chapter, animate=False, immediate=True)
-                self._count_below()  # notes where the reader is: a chapter far from him would be folded again
+                self._count_below()  # notes that the reader left the end: else the chapter would be folded again
                 await chapter.set_folded(False)
         for message, _ in self.message_regions():
             if message.message == id:

@@ -101,7 +101,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         await until(lambda: app.controller.state.mode == "speculative")
         assert app.controller.state.phase is Phase.ANSWERING
         answer = app.chat.query(Answer).last()
-        # Without a token between them switches are one.
+        # Switches without a token between them share a mark.
         await until(lambda: re.search(r"\w ┃[¹²³]* \w", drawn(answer)))
         told = r"┃[¹²³]* (full|freeze|sync) -> speculative · budget 512 · .*(then |\d -> )\d+ tok/s"
         await until(lambda: re.search(told, texts(answer.query(".switches").results(Static))[0]))
@@ -211,7 +211,7 @@ async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(runnin
         await until(lambda: prompt(app).text == "hello" and prompt(app).has_focus)
         await until(lambda: "editing" in str(prompt(app).border_title) and app.chat.chosen is None)
         press(app, "escape")
-        # Emptied: else it would be asked at the end, an answer even as a question.
+        # If its text stayed in the prompt, it could be sent by mistake, an edited answer even as a question.
         await until(lambda: not prompt(app).border_title and prompt(app).text == "")
         press(app, "up")
         await until(lambda: prompt(app).text == "hello")

@@ -1,4 +1,4 @@
-"""The details on a screen of their own and in their column: asked for while shown, explained where the focus is."""
+"""The details screen and column: details are requested only while shown, and the focused part is explained."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from kvchat.tui.widgets.panels import EventLog
 
 
 def watched(app, monkeypatch):
-    """The commands that ask for details from now on."""
+    """Return a function that lists the ``Watch`` commands sent since, by their ``details``."""
     sent, send = [], app.client.send
     monkeypatch.setattr(app.client, "send", lambda command: (sent.append(command), send(command)))
     return lambda: [command.details for command in sent if isinstance(command, Watch)]
@@ -82,7 +82,7 @@ async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(
         await until(lambda: watches() == [True, False])
 
 
-# ---- Details are asked for only while somebody shows them, also of an engine that was started anew
+# ---- Details are requested only while they are shown, also from a restarted engine
 
 
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})

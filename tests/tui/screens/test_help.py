@@ -55,7 +55,7 @@ def test_a_parameter_is_found_below_its_mode_and_by_its_name():
 
 
 async def test_help_is_shown_in_the_terminals_own_colors_and_a_filter_without_a_match_says_so(running, config):
-    """Their names are Textual's, which Rich does not know."""
+    """The theme names its colors as Textual does, which Rich cannot parse."""
     async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
         press(app, "f1")
         await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
@@ -65,7 +65,7 @@ async def test_help_is_shown_in_the_terminals_own_colors_and_a_filter_without_a_
             await until(lambda said=is_said: nothing.display is said)
 
 
-# ---- Screens close themselves, once
+# ---- A screen closes only itself, also when the key is pressed twice
 
 
 SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")

@@ -1,4 +1,4 @@
-"""The picker of models, driven by keys."""
+"""The list of models, driven by keys."""
 
 import threading
 from dataclasses import replace

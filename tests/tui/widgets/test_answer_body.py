@@ -1,4 +1,4 @@
-"""A large answer is whole on the screen, in few widgets, few of them new between two layouts."""
+"""A large answer is shown in full by few widgets, and few of them are added between two layouts."""
 
 import itertools
 from itertools import pairwise
@@ -38,7 +38,7 @@ class Page(App[None]):
 
 @pytest.fixture
 def paused(monkeypatch):
-    """Widgets of Markdown at each pause; the answer is the list's first element."""
+    """A list of the number of Markdown widgets at each pause; its first element has to be set to the answer."""
     seen: list = [None]
     genuine = answer_body.pause
 
@@ -51,14 +51,14 @@ def paused(monkeypatch):
 
 
 def most_at_once(paused: list) -> int:
-    """The most widgets that came between two pauses."""
+    """The most widgets added between two pauses."""
     counts = [0, *paused[1:]]
     del paused[1:]
     return max(after - before for before, after in pairwise(counts))
 
 
 def drawn(answer: Answer) -> str:
-    """All its text on the screen."""
+    """The text that its widgets show."""
     markdown = [block._content.plain for block in answer.query(MarkdownBlock)]
     return "\n".join([*markdown, *(part.text for part in answer.query(PlainText))])
 
@@ -110,14 +110,14 @@ async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, g
         async def pause():
             await (answer.remove() if gone_with == "the answer" else body.remove_children())
 
-        # Nothing is fed: the answer's own task would wait to draw it, and its removal for that task.
+        # ``feed`` would deadlock: its task would wait for the drawing, and the removal for that task.
         monkeypatch.setattr(answer_body, "pause", pause)
         await answer.finish(Message(parent=None, role="assistant", text=LARGE["prose"], ending="eos"), "done")
         assert not answer.is_attached or answer.receipt == "done"
 
 
 def links_of(answer: Answer) -> set[str]:
-    """Where the words that can be clicked lead."""
+    """The actions of its links."""
     spans = [span for block in answer.query(MarkdownBlock) for span in block._content.spans]
     return {
         span.style.meta["@click"] for span in spans if isinstance(span.style, Style) and "@click" in span.style.meta
@@ -199,7 +199,7 @@ AS_WRITTEN = [
 
 
 def shown(text: str) -> str:
-    """What a reader sees of Markdown."""
+    """The text of rendered Markdown."""
     parser = MarkdownIt("commonmark")
     keep_as_written(parser)
     parts = []

@@ -1,4 +1,4 @@
-"""A conversation of many messages: few widgets, the same messages."""
+"""A long conversation is shown by few widgets, with all its messages; the first screen."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ MANY = 120
 
 
 def said(count: int = MANY) -> list[Footed]:
-    """Questions ``q0``, ``q2`` and their answers ``a1``, ``a3``, which is also what they say, some times."""
+    """Questions ``q0``, ``q2``… and answers ``a1``, ``a3``…, whose texts begin with their ids."""
     roles = ("user", "assistant")
     ids = [f"{'qa'[number % 2]}{number}" for number in range(count)]
     return [
@@ -29,7 +29,7 @@ def said(count: int = MANY) -> list[Footed]:
 
 
 async def opened(app: KvchatApp, messages: Sequence[Footed] = ()) -> Transcript:
-    """Show messages and wait for the last."""
+    """Show messages and wait until the last is drawn."""
     await app.chat.show_messages(messages or said(), None)
     transcript = app.chat.query_one(Transcript)
     await wait_for(lambda: f"a{MANY - 1}." in drawn(app) and transcript.is_vertical_scroll_end)
@@ -131,7 +131,7 @@ async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_g
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
 
-# ---- The first screen: questions to begin with, by key and by mouse, at every size
+# ---- The first screen: examples chosen by key and by mouse, at every size
 
 
 def test_numbers_and_nothing_stand_for_questions():

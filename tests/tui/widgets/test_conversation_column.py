@@ -1,4 +1,4 @@
-"""The column of conversations: what is listed and marked, and what a click asks for."""
+"""The column of conversations: titles, the mark on the current one, and clicks."""
 
 import pytest
 from textual.app import App

@@ -1,4 +1,4 @@
-"""The panel columns, filled and fitting."""
+"""The columns of panels, badges and the event log."""
 
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
 LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 
 
-# ---- Badges: always in the status bar, by glyph and words; with their reasons in the panels
+# ---- Badges: by glyph and words in the status bar, with their reasons in the panels
 
 
 PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"
@@ -150,7 +150,7 @@ async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_ever
             assert bar.render().cell_length <= width
 
 
-# ---- The log of events in the details' column
+# ---- The event log in the detail column
 
 
 async def test_an_event_of_any_length_is_a_line_of_the_log_and_without_badges_there_are_none(running):

@@ -1,4 +1,4 @@
-"""A long plain text: one widget of as many rows as it needs, all of it shown, and to be selected."""
+"""A long plain text is shown in full by one widget and can be selected; code and lists in answers."""
 
 import pytest
 from rich.cells import cell_len
@@ -121,7 +121,7 @@ async def test_all_of_a_long_line_of_code_can_be_read():
         await wait_for(lambda: all(word in drawn(app) for word in words))
 
 
-# ---- Lists of Markdown: one widget an item, each row behind its bullet
+# ---- Lists of Markdown: one widget for each item, with its rows indented after the bullet
 
 
 LISTS = {

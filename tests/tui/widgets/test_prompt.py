@@ -1,4 +1,4 @@
-"""Pastes: literal when small, folded when large, whole when sent."""
+"""The prompt: pastes are literal if small, folded if large, and sent in full; commands, history, repainting."""
 
 import time
 

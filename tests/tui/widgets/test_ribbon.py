@@ -1,4 +1,4 @@
-"""Mapping the stored context to columns."""
+"""The ribbon maps stored tokens to columns; the gutter marks messages."""
 
 import itertools
 from dataclasses import replace
@@ -157,7 +157,7 @@ async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
         await until(lambda: prompt(app).has_focus)
 
 
-# ---- The transcript's gutter: glyphs, and the rows of the messages in sight
+# ---- The transcript's gutter: glyphs in the rows of the messages in view
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
         assert app.chat.query_one(Timeline).points == []
 
 
-# ---- Messages and the tokens that stand for them: what is read of each
+# ---- The stored tokens of messages, and how much of them is read
 
 
 def talk() -> Conversation:

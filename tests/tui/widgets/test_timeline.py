@@ -1,4 +1,4 @@
-"""The hill of stored tokens and the part of it that is read."""
+"""The timeline, and the charts of GPU readings, fetch times and heads."""
 
 from itertools import pairwise
 
@@ -82,7 +82,7 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
         assert "stored" not in timeline.render_line(1).text
 
 
-# ---- NVML's readings as lines of bars: each at its own scale, and a missing one is neither zero nor left out
+# ---- NVML's readings as lines of bars: each at its own scale, with missing readings marked
 
 
 GiB = 2**30
@@ -101,7 +101,7 @@ def test_each_reading_has_its_scale_and_its_present_value():
     assert bars([0, 0, None], 0) == BARS[0] * 2 + UNREAD
 
 
-# ---- The history of NVML's readings: a moment a second, nothing where NVML is silent
+# ---- The history of NVML's readings: at most one moment a second, none without a reading
 
 
 def test_a_moment_a_second_is_kept_and_the_oldest_go():
@@ -130,7 +130,7 @@ def test_traffic_is_known_while_details_are_and_silence_is_no_moment():
     assert list(history.moments) == [Moment(power=90.0, pcie=7), Moment(power=90.0, pcie=5), Moment(power=90.0)]
 
 
-# ---- Recall by its time: bars as long as there are steps, divided by what of their time was hidden
+# ---- Fetch times: bars as long as their number of steps, divided into hidden and exposed time
 
 
 def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
@@ -150,7 +150,7 @@ def test_only_the_times_that_occurred_are_shown():
     assert (label(0), label(len(RECALL_EDGES_MS))) == ("< 0.1 ms", "≥ 50 ms")
 
 
-# ---- Layers and KV heads in as much room as there is: each has its cell, and each cell its share
+# ---- The map of layers and KV heads at every size
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (7, 3), (36, 8), (80, 8), (32, 32), (512, 512)])

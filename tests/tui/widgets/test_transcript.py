@@ -1,4 +1,4 @@
-"""How many answers stay alive, and the chip for new lines."""
+"""Which answers are collapsed, the number of new lines below, and answers as they are drawn."""
 
 import asyncio
 from dataclasses import replace
@@ -155,7 +155,7 @@ async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again
         answer.feed(" three")
         mark = answer.mark(Switched("sync", "full", {}, 9, 0, 0.0), None)
         answer.feed(" four.")
-        lines = (LINE, ModeChange(mark.place, mark.line))
+        lines = (LINE, ModeChange(mark.chars, mark.line))
         text = "one two three four."
         expected = "one ┃¹ two three ┃² four."
         await until(lambda: answer.query_one(AnswerBody) and answer._parts()[1] == expected)
