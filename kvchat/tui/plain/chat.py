@@ -26,7 +26,7 @@ from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens.choosing import describe_age
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import AppConfig, Moment, Phase
-from kvchat.tui.widgets.charts import label, occupied
+from kvchat.tui.widgets.charts import bin_label, occupied_bins
 from kvchat.units import count, figure, size
 
 PROMPT = "> "
@@ -305,8 +305,8 @@ def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_
     """The panels' figures, a line for each row, then details by layer, fetch times and the GPU's last minutes."""
     shown = panel_rows.blocks(s, link_bytes_per_s)
     times = [
-        (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
-        for place in occupied(details.recall)
+        (bin_label(index).replace("–", " to "), count(details.recall[index].steps, "token"))
+        for index in occupied_bins(details.recall)
     ]
     title, rows = shown["mode"]
     shown["mode"] = (title if s.server else f"{title} mode", [*rows, *panel_rows.extra_rows(s.extras)])

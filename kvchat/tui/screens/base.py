@@ -30,7 +30,7 @@ def errors_as_toasts(app: App[None]) -> Iterator[None]:
 
 
 def css_of(screen: str, width: int) -> str:
-    """The CSS of a screen class by its name; Textual does not apply the ``CSS`` of a screen's base class."""
+    """The CSS of the screen class named ``screen``: Textual scopes it to that name, so that it cannot be inherited."""
     return f"""
     {screen} > Vertical {{ width: {width}; height: 90%; }}
     {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}

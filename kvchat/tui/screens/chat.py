@@ -149,7 +149,7 @@ class ChatScreen(Screen[None]):
             await self.controller.take_back()
 
     async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
-        """Run a slash command, queued behind waiting questions unless ``is_its_turn``; return False if it is refused.
+        """Run a slash command, queued behind waiting questions unless ``is_its_turn``; return False if it failed.
 
         A usage error is shown as a toast, another error in the transcript.
         """
@@ -285,7 +285,7 @@ class ChatScreen(Screen[None]):
     async def on_ribbon_picked(self, message: Ribbon.Picked) -> None:
         id = self.controller.state.message_at(message.position)
         if id is None or not await self._transcript.go_to(id):
-            self.toast(f"Token {count(message.position)} is in no message shown here.")
+            self.toast(f"Token {count(message.position)} belongs to no message shown here.")
 
     # ---- ``ChatView``: the controller calls these --------------------------------------------------
 

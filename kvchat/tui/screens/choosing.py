@@ -34,7 +34,7 @@ from kvchat.units import count, size
 
 FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code; an excerpt may cut its line off
 PROBLEM_CELLS = 50
-WIDTH, FRAME = 100, 6  # cells of the box of conversations, and of them its border, padding and scrollbar
+WIDTH, FRAME = 100, 6  # cells of the box of conversations, and of its frame
 DOWNLOADED = "download"  # the kind of a model that is not on this machine yet
 
 
@@ -141,7 +141,7 @@ class ConversationsScreen(SearchScreen[Summary]):
         options.add_options(Option(describe_saved(summary, now, width), summary.id) for summary in found)
         if found:
             options.highlighted = 0
-        empty = "nothing found" if text else "none yet: the first question begins one"
+        empty = "nothing found" if text else "none yet: your first question starts one"
         self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else empty
 
     async def _try(self, change: Coroutine[Any, Any, None]) -> None:

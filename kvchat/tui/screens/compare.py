@@ -27,7 +27,7 @@ from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
 
 MARK = "▶"  # before the first token that the answers do not share
-WIDTH, FRAME = 92, 6  # cells of the box, and of them its border, padding and scrollbar
+WIDTH, FRAME = 92, 6  # cells of the box, and of its frame
 GAP, ANSWER, FOUND_IN = 2, 1, 2  # cells between columns; indices of the answer and of whether it has the fact
 MIN_ANSWER, MIN_COLUMNS = 8, 4  # cells of an answer; number of columns at which it is left out rather than another
 

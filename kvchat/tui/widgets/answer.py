@@ -161,7 +161,7 @@ class Answer(Vertical):
         """Swap the Markdown blocks for one plain widget of the same height, or back; return whether it was swapped.
 
         The height stays fixed until the blocks are mounted: a layout before would show the answer empty and move
-        everything below it. An unfinished answer, and one without a height because no layout has placed it, stay.
+        everything below it. An answer stays as it is while it is unfinished, or has no height because of no layout yet.
         """
         async with self._drawing:
             if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):

@@ -32,7 +32,7 @@ DOTS = {
 STATUS = {
     "tok/s": "tokens generated per second, over the last 32 of this answer; the bars are the last readings",
     "first token": "from the question to the first token of its answer",
-    "fetch p95": "95 % of tokens were fetched for in less time",
+    "fetch p95": "for 95 % of tokens fetching took less time than this",
     "VRAM": "GPU memory in use, out of all it has; read by NVML",
     "context": "stored tokens, as a share of what the model can attend to",
 }
@@ -130,7 +130,7 @@ class StatusBar(Widget):
         used = s.total / s.context if s.context else None
         style = ("$foreground", "bold $warning", "bold $error")[sum((used or 0) >= level for level in FULL)]
         right = Content.assemble((f" context {percent(used)} ", style))
-        right = short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
+        right = short_badges(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):
             spaced = f"   {word}" if line.plain.strip() else word
@@ -183,7 +183,7 @@ class TooSmall(Static):
         self.update(f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it")
 
 
-def short(badges: Sequence[str], room: int) -> Content:
+def short_badges(badges: Sequence[str], room: int) -> Content:
     """The badges without their reasons, or only their number if they need more than ``room`` cells."""
     words = f" {BADGE_GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
     if len(words) > room:

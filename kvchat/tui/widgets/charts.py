@@ -212,11 +212,11 @@ class RecallHistogram(Chart):
         most = max(found.steps for found in bins)
         lines = [
             Content.assemble(
-                f"{label(index):>{TIME_LABEL_WIDTH}} ",
-                *bar(bins[index], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
+                f"{bin_label(index):>{TIME_LABEL_WIDTH}} ",
+                *recall_bar(bins[index], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
                 f" {count(bins[index].steps):>{COUNT_WIDTH}}",
             )
-            for index in occupied(bins)
+            for index in occupied_bins(bins)
         ]
         lines.append(
             Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
@@ -226,13 +226,13 @@ class RecallHistogram(Chart):
         return lines + [labeled(name, value, width) for name, value in times]
 
 
-def occupied(bins: Sequence[RecallBin]) -> range:
+def occupied_bins(bins: Sequence[RecallBin]) -> range:
     """The indices from the first to the last bin that has a step."""
     indices = [index for index, found in enumerate(bins) if found.steps]
     return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
-def label(index: int) -> str:
+def bin_label(index: int) -> str:
     """The range of times of a bin: ``0.2–0.5 ms``."""
     edges = RECALL_EDGES_MS
     if index == 0:
@@ -246,7 +246,7 @@ def _edge(value: float, unit: str = "") -> str:
     return figure(value, unit, digits=int(value < 1))
 
 
-def bar(shown: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
+def recall_bar(shown: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
     """A bar of ``width`` cells for ``most`` steps, divided in proportion to the hidden and the exposed time."""
     length = max(round(shown.steps / most * width), 1) if shown.steps else 0
     took = shown.hidden_ms + shown.exposed_ms

@@ -237,7 +237,7 @@ def legend(on_gpu: bool) -> Content:
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
     lines.append(Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed"))
     return Content("\n").join(
-        [*lines, Content.assemble(("░▒█", "$ribbon-device"), "  beside a message: how much of it is read")]
+        [*lines, Content.assemble(("░▒█", "$ribbon-device"), "  next to a message: how much of it is read")]
     )
 
 

@@ -7,7 +7,7 @@ from support.app_driver import ask, press, prompt, texts, typed
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
-from kvchat.tui.widgets.bars import BADGE_GLYPH, BADGE_STYLE, STATUS, Badges, KeyHints, StatusBar, short
+from kvchat.tui.widgets.bars import BADGE_GLYPH, BADGE_STYLE, STATUS, Badges, KeyHints, StatusBar, short_badges
 from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, LabeledRows, Timeline
 
@@ -122,11 +122,11 @@ EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is cap
 
 
 def test_without_room_they_are_counted_and_never_colored_only():
-    assert short((), 80).plain == ""
-    both = short((PAGEABLE, EAGER), 60)
+    assert short_badges((), 80).plain == ""
+    both = short_badges((PAGEABLE, EAGER), 60)
     assert both.plain == f" {BADGE_GLYPH} pageable host memory · no CUDA graph "
-    assert short((PAGEABLE, EAGER), len(both)).plain == both.plain
-    assert short((PAGEABLE, EAGER), len(both) - 1).plain == f" {BADGE_GLYPH} 2 "
+    assert short_badges((PAGEABLE, EAGER), len(both)).plain == both.plain
+    assert short_badges((PAGEABLE, EAGER), len(both) - 1).plain == f" {BADGE_GLYPH} 2 "
     assert [span.style for span in both.spans] == [BADGE_STYLE]
 
 

@@ -109,7 +109,7 @@ async def test_enter_and_a_click_choose_the_message_of_the_part(running):
         await until(lambda: transcript.chosen == path[3].id and transcript.has_focus)
         assert not ribbon.has_focus
         app.chat.post_message(Ribbon.Picked(7000))
-        await until(lambda: "Token 7,000 is in no message shown" in toasts(app))
+        await until(lambda: "Token 7,000 belongs to no message" in toasts(app))
 
 
 @pytest.mark.parametrize("size", [(44, 14), (80, 24)])

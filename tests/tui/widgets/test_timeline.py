@@ -11,7 +11,18 @@ from kvchat.protocol.figures import Gpu
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin, Sampling
 from kvchat.tui.state import POINTS, ChatState, GpuHistory, Moment
 from kvchat.tui.themes import RIBBON_DEFAULTS
-from kvchat.tui.widgets.charts import EXPOSED, HIDDEN, NONE, HeadMap, bar, glyph, label, layout, occupied, readings
+from kvchat.tui.widgets.charts import (
+    EXPOSED,
+    HIDDEN,
+    NONE,
+    HeadMap,
+    bin_label,
+    glyph,
+    layout,
+    occupied_bins,
+    readings,
+    recall_bar,
+)
 from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column_glyphs
 from kvchat.units import BARS, UNREAD, bars
 
@@ -135,7 +146,7 @@ def test_traffic_is_known_while_details_are_and_silence_is_no_moment():
 
 def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
     drawn = [
-        "".join(text for text, _ in bar(one, 40, 20))
+        "".join(text for text, _ in recall_bar(one, 40, 20))
         for one in (RecallBin(40, 3, 1), RecallBin(20, 0, 2), RecallBin(1, 1, 0), RecallBin())
     ]
     assert drawn == [HIDDEN * 15 + EXPOSED * 5, EXPOSED * 10 + " " * 10, HIDDEN + " " * 19, " " * 20]
@@ -143,11 +154,11 @@ def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
 
 def test_only_the_times_that_occurred_are_shown():
     bins = [RecallBin()] * (len(RECALL_EDGES_MS) + 1)
-    assert not occupied(bins)
+    assert not occupied_bins(bins)
     bins[2] = bins[4] = RecallBin(3, 1, 1)
-    assert [label(place) for place in occupied(bins)] == ["0.2–0.5 ms", "0.5–1 ms", "1–2 ms"]
-    assert list(occupied(bins)) == [2, 3, 4]
-    assert (label(0), label(len(RECALL_EDGES_MS))) == ("< 0.1 ms", "≥ 50 ms")
+    assert [bin_label(place) for place in occupied_bins(bins)] == ["0.2–0.5 ms", "0.5–1 ms", "1–2 ms"]
+    assert list(occupied_bins(bins)) == [2, 3, 4]
+    assert (bin_label(0), bin_label(len(RECALL_EDGES_MS))) == ("< 0.1 ms", "≥ 50 ms")
 
 
 # ---- The map of layers and KV heads at every size
