@@ -255,8 +255,8 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     thread = threading.Thread(target=session.switch, args=("streaming",), kwargs={"budget": 128})
     thread.start()
     switching.wait()
-    at_once = answers._at_once
-    monkeypatch.setattr(answers, "_at_once", lambda: refused.set() or at_once())
+    in_use = answers._in_use
+    monkeypatch.setattr(answers, "_in_use", lambda: refused.set() or in_use())
     comparing = threading.Thread(target=run_at_once, args=(lambda: list(compared),))
     comparing.start()
     refused.wait()

@@ -207,7 +207,7 @@ def test_rows_are_multiplied_together(monkeypatch, count):
     for outputs, size in ((20, 48), (512, 1536)):
         x, weight = torch.randn((1, count, size), generator=draw), torch.randn((outputs, size), generator=draw)
         bias = torch.randn(outputs, generator=draw)
-        found = rows._of_a_few(x, weight, bias)
+        found = rows._multiply_few(x, weight, bias)
         assert (found.double() - (x.double() @ weight.double().t() + bias.double())).abs().max() < 1e-4
         assert torch.equal(rows.linear(x, weight, bias), found)
 
@@ -216,5 +216,5 @@ def test_other_shapes_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(rows, "in_blocks", lambda: True)
     for outputs, size in ((10, 48), (20, 50)):
         x, weight = torch.randn(3, size), torch.randn(outputs, size)
-        assert rows._of_a_few(x, weight, None) is None
+        assert rows._multiply_few(x, weight, None) is None
         assert (rows.linear(x, weight) - x @ weight.t()).abs().max() < 1e-4
