@@ -292,8 +292,8 @@ def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
 
 def test_a_download_draws_nothing(capfd):
     said = []
-    told = ByteProgress(said.append, "Downloading")
-    bar = hub._reporter(told.tell)(total=3_000_000_000, unit="B", name="x", mininterval=0)
+    progress = ByteProgress(said.append, "Downloading")
+    bar = hub._reporter(progress.report)(total=3_000_000_000, unit="B", name="x", mininterval=0)
     bar.update(3_000_000_000)
     bar.close()
     assert "Downloading ▰▰▰▰▰▰▰▰ 2.8 GiB of 2.8 GiB" in said
