@@ -77,9 +77,8 @@ def _check_theme(source: SettingsSource) -> None:
     known, _ = themes.load_all((paths.user_themes_dir(),))
     if isinstance(wanted, str) and wanted not in known:
         own = f"Your own themes are files in {paths.user_themes_dir()}."
-        raise _refused(
-            source, ("ui", "theme"), f'there is no theme "{wanted}".', f"{did_you_mean(wanted, known)} {own}"
-        )
+        problem = f'there is no theme "{wanted}". {did_you_mean(wanted, known)} {own}'
+        raise _refused(source, ("ui", "theme"), problem)
 
 
 def _check_keys(source: SettingsSource) -> None:
@@ -92,11 +91,9 @@ def _check_keys(source: SettingsSource) -> None:
     except UsageError as refused:
         # A clash may name two ids, one of them with its default key.
         id = max((id for id in given if id in refused.title), key=len)
-        message = " ".join(filter(None, (refused.title, refused.detail, refused.hint)))
-        raise _refused(source, (sources.KEYS, id), f"[keys]: {message}") from None
+        raise _refused(source, (sources.KEYS, id), f"[keys]: {refused}") from None
 
 
-def _refused(source: SettingsSource, key: Key, title: str, hint: str = "") -> UsageError:
+def _refused(source: SettingsSource, key: Key, problem: str) -> UsageError:
     """The error of a value, with its place in the file."""
-    message = " ".join(filter(None, (title, hint)))
-    return UsageError(f"{source.origins[key]}: {message}{source.excerpts.get(key, '')}")
+    return UsageError(f"{source.origins[key]}: {problem}{source.excerpts.get(key, '')}")

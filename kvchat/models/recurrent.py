@@ -9,6 +9,7 @@ in RAM. After a truncation or a failed forward ``restore`` copies the nearest sn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -54,6 +55,7 @@ class Snapshot(NamedTuple):
         return cls(tokens, {(int(at), kind, int(number)): tensor for at, kind, number, tensor in named})
 
 
+@cache
 def cache_argument() -> str:
     """The name by which a model's forward takes transformers' cache."""
     import transformers
