@@ -37,7 +37,7 @@ def test_the_nearest_word_is_suggested_and_all_are_named():
 WITHOUT_HINT = {
     "where": "the excerpt of the file shows the place, the title says what is wrong there",
     "_reason(key, error.errors()[0], Settings)": "one sentence beside the setting's field, with what it takes",
-    "{source.origins[key]}: {message}{source.excerpts.get(key, '')}": "the sentence before the excerpt has what to do",
+    "{source.origins[key]}: {problem}{source.excerpts.get(key, '')}": "the sentence before the excerpt has what to do",
     "{planned.model} cannot be planned for.": "the refusal that follows has its own",
     "\\n'.join(refusals)": "a line for each setting, with its place and what it takes",
     "\\n'.join(messages)": "a line for each setting, with its place and what it takes",
