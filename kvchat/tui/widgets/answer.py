@@ -161,10 +161,13 @@ class Answer(Vertical):
         """Swap the Markdown blocks for one plain widget of the same height, or back; return whether it was swapped.
 
         The height stays fixed until the blocks are mounted: a layout before would show the answer empty and move
-        everything below it. An answer stays as it is while it is unfinished, or has no height because of no layout yet.
+        everything below it. An answer stays as it is while it is unfinished, not mounted (its widgets would be composed
+        twice), or without a height because it has no layout yet.
         """
         async with self._drawing:
-            if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
+            if collapsed == self.collapsed or not self.finished or not self.is_mounted:
+                return False
+            if collapsed and not self.size.height:
                 return False
             if collapsed:
                 self.styles.height = self.size.height

@@ -165,6 +165,17 @@ async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again
         assert told == [f"┃¹ full -> sync\n┃² {mark.line}"]
 
 
+async def test_an_answer_that_is_to_be_opened_before_it_is_mounted_is_composed_once(running):
+    async with running() as (app, _pilot, until):
+        past = Answer.past(Message(parent=None, role="assistant", text="one", ending="eos"), "3 tok")
+        mounted = app.chat._transcript.mount(past)
+        await app.chat._transcript.settle()
+        await mounted
+        await until(lambda: past.size.height)
+        await app.chat._transcript.settle()
+        assert (past.collapsed, texts(past.query(".receipt").results(Static))) == (False, ["3 tok"])
+
+
 def test_a_past_answer_is_collapsed_and_weighed_by_its_lines():
     message = Message(parent=None, role="assistant", text="a\nb\nc", ending="stopped")
     answer = Answer.past(message, "3 tok")
