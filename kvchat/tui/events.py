@@ -198,7 +198,7 @@ class EngineEvents:
         self.state.pending.clear()
         self.state.note_mode()
         self.view.show_state(self.state)
-        self.view.log_event(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
+        self.view.log_event(f"{switched.before} → {switched.mode} at {count(switched.total)} tok")
         if not self.mode_of_conversation.report_switch():
             await self.answers.add_switch(switched, speed)
         if is_news:

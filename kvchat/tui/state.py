@@ -269,8 +269,6 @@ class ChatState:
     def receipt(self, finished: Finished) -> str:
         s = finished.stats
         modes = self.mode if self.first_mode in ("", self.mode) else f"{self.first_mode} → {self.mode}"
-        if len(s.switches) == 1 and isinstance(at := s.switches[0].get("at"), int):
-            modes += f" at {count(at)}"
         parts = [f"{count(s.generated_tokens)} tok"]
         if s.decode_tokens_per_s is not None:
             parts.append(figure(s.decode_tokens_per_s, "tok/s", 1))
@@ -348,13 +346,13 @@ def describe_price(price: Price) -> str:
 
 def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
     """A live switch in a line, with the speeds in tokens/s before and after it if known."""
-    name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
+    name = switched.mode if switched.before == switched.mode else f"{switched.before} → {switched.mode}"
     parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
     if switched.total:
         parts.append(f"at {count(switched.total)} tok")
     speeds = [figure(speed) for speed in (before, after) if speed is not None]
     if speeds:
-        parts.append(f"{'then ' if before is None else ''}{' -> '.join(speeds)} tok/s")
+        parts.append(f"{'then ' if before is None else ''}{' → '.join(speeds)} tok/s")
     if switched.moved_bytes:
         parts.append(f"moved {size(switched.moved_bytes)}")
     if switched.reduced_tokens:
@@ -481,7 +479,7 @@ class RunningComparison:
 
 
 class SwitchLine:
-    """The line of a switch, as ``full -> speculative · at 14,203 tok · 41 -> 58 tok/s``.
+    """The line of a switch, as ``full → speculative · at 14,203 tok · 41 → 58 tok/s``.
 
     ``speed`` is measured before the switch, in tokens/s; the speed after it is added once it is measured.
     """

@@ -100,7 +100,7 @@ class FakeAnswer:
 
 class FakeSwitch:
     def __init__(self, switched: Switched, speed: float | None) -> None:
-        self.switched, self.speed, self.line = switched, speed, f"{switched.before} -> {switched.mode}"
+        self.switched, self.speed, self.line = switched, speed, f"{switched.before} → {switched.mode}"
         self.tokens = self.closed = 0
         self.removed = False
 

@@ -135,12 +135,12 @@ async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     await switch(asked, "streaming", "full", 12)
     await asked.controller.handle(Text(" three", 1))
     asked.controller.answers.checkpoint()
-    kept = (ModeChange(0, "full -> streaming", 10, "streaming"), ModeChange(7, "streaming -> full", 12, "full"))
+    kept = (ModeChange(0, "full → streaming", 10, "streaming"), ModeChange(7, "streaming → full", 12, "full"))
     assert conversation.leaf.switch_lines == kept
     await switch(asked, "full", "freeze", 13)
     await switch(asked, "freeze", "sync", 13)  # without a token between them
     await asked.controller.handle(Finished("stopped", "one two three", Stats()))
-    kept = (*kept, ModeChange(13, "full -> sync", 13, "sync"))
+    kept = (*kept, ModeChange(13, "full → sync", 13, "sync"))
     assert conversation.leaf.switch_lines == kept
 
     await asked.controller.branches.resume()
@@ -148,12 +148,12 @@ async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     await switch(asked, "sync", "full", 20)
     await asked.controller.answers.abandon()
     await asked.controller.answers.ready()
-    kept = (*kept, ModeChange(18, "sync -> full", 20, "full"))
+    kept = (*kept, ModeChange(18, "sync → full", 20, "full"))
     assert conversation.leaf.switch_lines == kept
 
     await switch(asked, "full", "sync", 20)  # after the answer: what is kept stays
     assert not asked.view.switches[-2].removed
-    assert conversation.leaf.switch_lines == (*kept, ModeChange(18, "full -> sync", 20, "sync"))
+    assert conversation.leaf.switch_lines == (*kept, ModeChange(18, "full → sync", 20, "sync"))
     await switch(asked, "sync", "full", 20)  # and back
     assert conversation.leaf.switch_lines == kept
     await switch(asked, "full", "full", 20)  # another parameter
@@ -173,7 +173,7 @@ async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     await switch(asked, "full", "sync", 12)
     await asked.controller.new()
     assert (left.leaf.text, left.leaf.ending) == ("one", "stopped")
-    assert left.leaf.switch_lines == (ModeChange(3, "full -> sync", 12, "sync"),)
+    assert left.leaf.switch_lines == (ModeChange(3, "full → sync", 12, "sync"),)
     assert asked.controller.answers.switch_positions == ()
 
 

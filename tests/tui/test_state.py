@@ -48,7 +48,7 @@ def test_a_receipt_names_both_modes_and_counts():
         "1,200 tok · 58.2 tok/s · first token 0.41 s · full → streaming · read 4 % of 14,203 · token limit, /continue"
     )
     switched = replace(stats, switches=({"at": 57, "before": "full", "mode": "streaming"},))
-    assert "full → streaming at 57 · read" in s.receipt(Finished("length", "text", switched))
+    assert "full → streaming · read" in s.receipt(Finished("length", "text", switched))
     odd = replace(stats, switches=({"at": "x"},))
     assert s.receipt(Finished("length", "text", odd)) == line
 
@@ -181,12 +181,12 @@ def note(speed: float | None = 41.0, **changes: object) -> SwitchNote:
 
 def test_the_second_figure_comes_after_64_tokens():
     line = note()
-    assert str(line.content) == "full -> speculative · at 14,203 tok · 41 tok/s"
+    assert str(line.content) == "full → speculative · at 14,203 tok · 41 tok/s"
     line.count(1, now=10.0)
     line.count(SETTLED_TOKENS - 1, now=11.0)
     assert not line.settled
     line.count(1, now=12.0)
-    assert str(line.content) == "full -> speculative · at 14,203 tok · 41 -> 32 tok/s"
+    assert str(line.content) == "full → speculative · at 14,203 tok · 41 → 32 tok/s"
 
 
 def test_an_answer_that_ends_earlier_fills_it_in():
@@ -196,7 +196,7 @@ def test_an_answer_that_ends_earlier_fills_it_in():
     line.count(1, now=10.0)
     line.count(29, now=10.5)
     line.close(now=10.5)
-    assert "41 -> 58 tok/s" in str(line.content)
+    assert "41 → 58 tok/s" in str(line.content)
 
 
 def test_a_speed_after_it_alone_is_told_from_one_before_it():
@@ -218,7 +218,7 @@ def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_a
 
 
 def test_nothing_known_nothing_said_and_what_was_reduced_is():
-    assert str(note(None).content) == "full -> speculative · at 14,203 tok"
+    assert str(note(None).content) == "full → speculative · at 14,203 tok"
     assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)
 
 

@@ -35,7 +35,7 @@ LONGEST = 2**23  # characters of a line, more than any model reads; some devices
 CONTINUED = "\\"  # at the end of a line that the next one continues
 _LINE_END = re.compile(r"(?<!\\)\n")
 # Signs in kvchat's own lines that screen readers spell out and terminals without Unicode lack, and their replacements.
-SPOKEN = {" · ": ", ", " → ": " to ", " -> ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
+SPOKEN = {" · ": ", ", " → ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
 
 
 class PlainQuestion:

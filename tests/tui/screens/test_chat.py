@@ -103,7 +103,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         answer = app.chat.query(Answer).last()
         # Switches without a token between them share a mark.
         await until(lambda: re.search(r"\w ┃[¹²³]* \w", drawn(answer)))
-        told = r"┃[¹²³]* (full|freeze|sync) -> speculative · budget 512 · .*(then |\d -> )\d+ tok/s"
+        told = r"┃[¹²³]* (full|freeze|sync) → speculative · budget 512 · .*(then |\d → )\d+ tok/s"
         await until(lambda: re.search(told, texts(answer.query(".switches").results(Static))[0]))
         assert "tok/s" in app.chat.query_one(StatusBar).render().plain
         press(app, "escape")
@@ -137,7 +137,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert not chat.query_one("#extra-rows", LabeledRows).display
         typed(app, "/mode streaming")
         await until(lambda: chat.query(SwitchNote))
-        assert texts(chat.query(SwitchNote)) == ["speculative -> streaming · budget 512"]
+        assert texts(chat.query(SwitchNote)) == ["speculative → streaming · budget 512"]
         assert not chat.query_one(Ribbon).ticks
         await until(lambda: state.snapshot.mode == "streaming")
         assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
