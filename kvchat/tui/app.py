@@ -45,7 +45,7 @@ from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import AppConfig
 from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
-from kvchat.tui.widgets.base import run_worker, unskipped
+from kvchat.tui.widgets.base import unskipped
 
 # Signals that would end the process at once; a handler cannot leave a crash inside a library (SIGSEGV and the like).
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -98,11 +98,11 @@ def _one_line(title: Content, doc: str) -> Content:
 
 
 def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[SystemCommand]:
-    """The lines of the palette, with the ``keys`` that the user changed."""
+    """The lines of the palette, with the ``keys`` that the user changed.
 
-    def run(line: str) -> None:
-        run_worker(chat, partial(chat.run_command, line))
-
+    The chat runs them in turn with what is typed, so that a question typed after ``new`` is not asked before it.
+    """
+    run = partial(chat.call_later, chat.run_command)
     for action in sorted(COMMANDS.values(), key=attrgetter("rarity")):
         doc = f"{action.brief}  {describe_keys(action, keys)}".rstrip()
         start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
@@ -111,7 +111,7 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
     for action in KEYED:
         if action.scope in REACHED and action.run not in commands:
             doc = f"{action.doc}  {describe_keys(action, keys)}"
-            start = partial(run_worker, chat, partial(chat.run_from_palette, action.id))
+            start = partial(chat.call_later, chat.run_from_palette, action.id)
             yield SystemCommand(action.id.replace(".", " "), doc, start)
     for name in (AUTO, *mode_names()):
         yield SystemCommand(f"mode {name}", choosable()[name].title, partial(run, f"/mode {name}"))

@@ -170,7 +170,7 @@ async def test_a_refusal_is_a_toast_and_what_has_only_a_key_acts_from_the_palett
 class FakeScreen:
     """A chat with names only."""
 
-    begin_command = run_command = run_from_palette = run_worker = print
+    begin_command = run_command = run_from_palette = call_later = print
 
 
 def prompts(app, text: str) -> list[str]:

@@ -2,13 +2,15 @@
 
 import asyncio
 
-from support.app_driver import finished, opened, press, prompt
+from support.app_driver import choices, finished, opened, press, prompt
 from textual import events
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from kvchat.tui import app as app_module
 from kvchat.tui.app import KvchatApp
+from kvchat.tui.archive import Archive
+from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.choosing import ConversationsScreen
 from kvchat.tui.screens.settings import SettingsScreen
 
@@ -82,6 +84,26 @@ async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(ru
         press(app, "f2", *"temperature", "enter", *"0.25", "enter", "escape", *"hello")
         await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
         assert app.controller.state.sampling.temperature == 0.25
+
+
+async def test_a_question_typed_after_a_command_of_the_palette_is_asked_after_it(running, monkeypatch):
+    save = Archive.save
+
+    async def save_late(archive, conversation):
+        await asyncio.sleep(0.3)
+        await save(archive, conversation)
+
+    monkeypatch.setattr(Archive, "save", save_late)
+    async with running() as (app, _pilot, until):
+        press(app, *"first", "enter")
+        await until(lambda: finished(app))
+        first = app.controller.state.conversation
+        press(app, "ctrl+p", *"new")
+        await until(lambda: opened(app, Palette) and "/new" in "".join(choices(app)[:1]))
+        press(app, "enter", *"second", "enter")
+        await until(lambda: app.controller.state.conversation is not first)
+        assert len(first.turns) == 2
+        await until(lambda: finished(app))
 
 
 async def test_ctrl_d_deletes_in_a_value_and_sets_the_default_in_the_list(running):
