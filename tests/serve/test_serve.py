@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 import time
+from http.client import HTTPResponse
 
 import pytest
 from openai import APIError, InternalServerError, OpenAI
@@ -20,6 +21,12 @@ def asking(prompt: str, **fields: object) -> dict[str, object]:
 def said_in(stream: str) -> str:
     """What the pieces say together: how the text is cut into them depends on how busy the machine is."""
     return "".join(piece["choices"][0]["delta"].get("content", "") for piece in Reply(200, {}, stream).pieces)
+
+
+def read_first_word(stream: HTTPResponse) -> None:
+    """Read up to the first word of ``hold`` or ``slow``; a stream that has to wait for its turn begins without one."""
+    while b"the " not in (line := stream.readline()):
+        assert line, "the stream has ended"
 
 
 def is_idle(served: Served) -> bool:
@@ -77,7 +84,7 @@ def test_a_body_that_is_too_long_is_not_read(fake):
 def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
     connections = [fake.sent(CHAT, asking("hold", stream=True))]
     held = connections[0].getresponse()
-    assert held.readline().startswith(b"data: ")
+    read_first_word(held)
     for number, prompt in enumerate(("hold", "hello"), 1):
         connections.append(fake.sent(CHAT, asking(prompt, stream=True)))
         wait_until(lambda number=number: fake.figure("requests_deferred") == number)
@@ -89,8 +96,7 @@ def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
     held.close()
     connections[0].close()
     first, second = (connection.getresponse() for connection in connections[1:])
-    while not first.readline().startswith(b"data: "):  # until its turn it is kept alive
-        pass
+    read_first_word(first)
     assert fake.figure("requests_deferred") == 1, "the other waits behind it"
     first.close()
     connections[1].close()
@@ -115,7 +121,7 @@ def test_a_stream_that_waits_for_its_turn_is_kept_alive(tmp_path):
     with serving(tmp_path, fake=True) as served:
         held = served.sent(CHAT, asking("hold", stream=True))
         first = held.getresponse()
-        assert first.readline().startswith(b"data: ")
+        read_first_word(first)
         waiting = []
         for number, prompt in enumerate(("hello", "hold", "hello"), 1):
             waiting.append(served.sent(CHAT, asking(prompt, stream=True)))
@@ -145,7 +151,7 @@ def test_who_leaves_gives_up_the_answer_or_the_place(fake, stream):
     assert fake.figure("requests_processing") == 1
     if stream:
         response = first.getresponse()
-        assert response.readline().startswith(b"data: ")
+        read_first_word(response)
         response.close()
     first.close()
     wait_until(lambda: is_idle(fake))
@@ -285,7 +291,7 @@ def test_a_signal_ends_it_with_the_answer_in_progress(tmp_path, way):
     with serving(tmp_path, fake=True) as served:
         connection = served.sent(CHAT, asking("hold", stream=True))
         held = connection.getresponse()
-        assert held.readline().startswith(b"data: ")
+        read_first_word(held)
         whole = []
         waiting = threading.Thread(target=lambda: whole.append(served.chat("hello").status))
         waiting.start()
