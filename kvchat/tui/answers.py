@@ -41,13 +41,19 @@ class Answers:
         self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, each after so many characters
         self._between: tuple[str, SwitchLine] | None = None  # the last switch between answers; the answer before it
 
-    async def begin(self, continued: Message = NO_TEXT) -> None:
-        """Request an answer to the last question, or more of the last answer, which is ``continued``."""
+    async def begin(self, continued: Message = NO_TEXT, below: str | None = "") -> None:
+        """Request an answer to the last question, or more of the last answer, which is ``continued``.
+
+        It replaces everything ``below`` a message in the transcript, as in ``ChatView.show_messages``; by default
+        nothing.
+        """
         conversation = self.state.conversation
         self._begin_asking()
         self.state.note_mode()
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
         self._continued, self._marks = continued, []
+        if below != "":
+            await self.view.show_messages((), below)
         answer = await self.view.add_answer()
         if self._is_left(conversation):
             await answer.remove()

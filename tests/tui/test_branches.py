@@ -75,6 +75,40 @@ async def test_regenerating_stopped_before_the_first_word_shows_the_earlier_answ
     assert talk.view.prompt == ""
 
 
+@pytest.fixture
+def while_clearing(talk, monkeypatch):
+    """Runs what it is given while the transcript is cleared below a message the next time."""
+
+    def run(act):
+        async def show(*shown):
+            monkeypatch.undo()
+            await act()
+
+        monkeypatch.setattr(talk.view, "show_messages", show)
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "last"), [("regenerate", "two"), ("resume", "2")])
+async def test_what_is_asked_while_an_answer_makes_room_waits(talk, branches, while_clearing, command, last):
+    while_clearing(lambda: talk.ask("three"))
+    await getattr(branches, command)()
+    assert (talk.client.sent[-1].turns[-1].content, talk.view.queue) == (last, (1, False))
+    await talk.controller.handle(done("!"))
+    assert talk.client.sent[-1].turns[-1] == Turn("user", "three")
+
+
+@pytest.mark.parametrize("command", ["regenerate", "resume"])
+async def test_a_conversation_begun_while_an_answer_makes_room_is_asked_nothing(
+    talk, branches, while_clearing, command
+):
+    sent = list(talk.client.sent)
+    while_clearing(talk.controller.new)
+    await getattr(branches, command)()
+    assert (talk.client.sent, talk.phase) == (sent, Phase.READY)
+    assert talk.view.answers[-1].removed
+
+
 async def test_a_chosen_question_is_answered_again(talk, branches):
     path = talk.controller.state.conversation.path
     talk.view.chosen = path[1].id
