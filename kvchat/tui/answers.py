@@ -274,11 +274,16 @@ class Answers:
         self.show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
-        """True if the user changed the conversation before the answer was requested; it is then not requested."""
-        if self.state.conversation is conversation:
+        """True if the user changed the conversation or restarted the engine before the answer was requested.
+
+        It is then not requested.
+        """
+        is_restarting = self.state.phase is Phase.LOADING
+        if self.state.conversation is conversation and not is_restarting:
             return False
         self.is_asking = False
-        self.show_phase(Phase.READY)
+        if not is_restarting:
+            self.show_phase(Phase.READY)
         return True
 
     def _lines(self) -> tuple[ModeChange, ...]:

@@ -83,7 +83,8 @@ class EngineEvents:
                 parts = (f"answered: {count(report.stats.generated_tokens)} tok", ENDINGS.get(report.reason, ""))
                 self.view.log_event(", ".join(filter(None, parts)))
                 await self.answers.finish(report)
-                await self.answers.ready()
+                if self.state.phase.busy:  # else the user restarted the engine meanwhile
+                    await self.answers.ready()
             case messages.Switched():
                 await self._switched(report)
             case messages.SwitchRefused(mode, message):

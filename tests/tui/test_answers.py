@@ -218,6 +218,26 @@ async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_
     assert chat.client.sent[-1].turns[-1].content == "two"
 
 
+@pytest.mark.parametrize("when", ["asking", "finishing"])
+async def test_an_engine_restarted_while_an_answer_begins_or_ends_is_loading_and_asked_nothing(chat, monkeypatch, when):
+    async def restart():
+        monkeypatch.undo()
+        await chat.controller.restart()
+
+    await chat.load()
+    if when == "finishing":
+        await chat.ask("one")
+    chat.client.sent.clear()
+    monkeypatch.setattr(chat.controller.answers, "save", restart)
+    await (chat.ask("one") if when == "asking" else chat.controller.handle(DONE))
+    assert (chat.phase, chat.client.sent) == (Phase.LOADING, [])
+    await chat.engine_ended()
+    await chat.load()
+    await chat.ask("two")
+    assert chat.client.sent[-1].turns[-1].content == "two"
+    assert all(answer.finished for answer in chat.view.answers[:-1])
+
+
 # ---- Questions and commands that wait: their order, a stop, an engine that fails, what is taken back
 
 
