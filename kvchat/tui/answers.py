@@ -136,8 +136,9 @@ class Answers:
                 return
             switched = replace(switched, before=last.switched.before, moved_bytes=moved)
         self._switch = await self.view.add_switch(switched, speed)
-        if self.answer is not None:
-            self._marks.append((len(self.answer.text), self._switch))
+        is_mounting = self.is_asking and self.state.phase is Phase.PREFILL
+        if self.answer is not None or is_mounting:
+            self._marks.append((len((self.answer or self._continued).text), self._switch))
         elif (answer := self.state.conversation.leaf) is not None and answer.role == "assistant":
             self._between = answer.id, self._switch
             change = _change(len(answer.text), self._switch)

@@ -167,6 +167,23 @@ async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     assert asked.controller.answers.switch_positions == (10, 12, 13, 20)
 
 
+async def test_a_switch_while_an_answer_is_mounted_belongs_to_it(asked, monkeypatch):
+    add = asked.view.add_answer
+
+    async def switch_meanwhile():
+        answer = await add()
+        await switch(asked, "full", "sync", 12)
+        return answer
+
+    await asked.controller.handle(Text("hello", 1))
+    await asked.controller.handle(Finished("length", "hello", Stats(generated_tokens=1)))
+    monkeypatch.setattr(asked.view, "add_answer", switch_meanwhile)
+    await asked.controller.branches.resume()
+    assert asked.controller.answers.switch_positions == (12,)
+    await asked.controller.handle(Finished("eos", " you", Stats(generated_tokens=1)))
+    assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(5, "full -> sync", 12, "sync"),)
+
+
 async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     left = asked.controller.state.conversation
     await asked.controller.handle(Text("one", 1))
