@@ -230,7 +230,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
         app = self.app
         self.dismiss()
-        run_worker(app, load)  # closing this screen cancels its own workers
+        app.screen.call_later(load)  # not this one, which is closing; what is typed next comes after it
 
     async def _find_models(self) -> None:
         """Search for models in the background: folders may be large and disks slow."""

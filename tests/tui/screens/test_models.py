@@ -1,10 +1,11 @@
 """The list of models, driven by keys."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
-from support.app_driver import choices, opened, press
+from support.app_driver import choices, finished, opened, press
 from support.patience import PATIENCE_S
 from support.weights import linears
 from textual.widgets import OptionList
@@ -62,6 +63,16 @@ async def test_enter_before_the_models_are_found_loads_what_is_typed(running, ma
         await until(lambda: app.screen is app.chat and not picker.is_attached)
         seeking.set()
         await until(lambda: app.controller.models.in_use.model == "org/other")
+
+
+async def test_a_question_typed_after_a_model_was_chosen_is_asked_of_it(running, machine, monkeypatch):
+    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: not time.sleep(0.3))  # a slow disk
+    async with running() as (app, _pilot, until):
+        press(app, "ctrl+o")
+        await until(lambda: shown(app))
+        press(app, "down", "enter", *"hello", "enter")
+        await until(lambda: finished(app))
+        assert app.controller.models.in_use.model == "org/other"
 
 
 def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
