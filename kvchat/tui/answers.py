@@ -55,7 +55,7 @@ class Answers:
         if below != "":
             await self.view.show_messages((), below)
         answer = await self.view.add_answer()
-        if self._is_left(conversation):
+        if await self._is_left(conversation):
             await answer.remove()
             return
         self.answer = answer
@@ -237,7 +237,7 @@ class Answers:
         question.send(message, self.state.footer(message))
         self._begin_asking()
         await self.save()
-        if not self._is_left(conversation):
+        if not await self._is_left(conversation):
             await self.begin()
 
     async def down(self) -> None:
@@ -274,18 +274,21 @@ class Answers:
         self.mark_pending()
         self.show_phase(Phase.PREFILL)
 
-    def _is_left(self, conversation: Conversation) -> bool:
-        """True if the user changed the conversation or restarted the engine before the answer was requested.
+    async def _is_left(self, conversation: Conversation) -> bool:
+        """True if the answer is not to be requested: the user changed the conversation, or the engine has ended.
 
-        It is then not requested.
+        Then the question returns to the prompt, unless it is in the conversation before.
         """
-        is_restarting = self.state.phase is Phase.LOADING
-        if self.state.conversation is conversation and not is_restarting:
-            return False
-        self.is_asking = False
-        if not is_restarting:
+        is_other = self.state.conversation is not conversation
+        has_ended = self.state.phase in (Phase.LOADING, Phase.DOWN)
+        if is_other or has_ended:
+            self.is_asking = False
+        if not has_ended and is_other:
             self.show_phase(Phase.READY)
-        return True
+        elif has_ended and not is_other:
+            self.queue.hold()
+            await self._give_back()
+        return is_other or has_ended
 
     def _lines(self) -> tuple[ModeChange, ...]:
         return (*self._continued.switch_lines, *(_change(chars, switch) for chars, switch in self._marks))

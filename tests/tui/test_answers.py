@@ -235,24 +235,46 @@ async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_
     assert chat.client.sent[-1].turns[-1].content == "two"
 
 
-@pytest.mark.parametrize("when", ["asking", "finishing"])
-async def test_an_engine_restarted_while_an_answer_begins_or_ends_is_loading_and_asked_nothing(chat, monkeypatch, when):
+async def test_an_engine_restarted_while_an_answer_is_finished_is_loading(asked, monkeypatch):
     async def restart():
         monkeypatch.undo()
-        await chat.controller.restart()
+        await asked.controller.restart()
+
+    monkeypatch.setattr(asked.controller.answers, "save", restart)
+    await asked.controller.handle(DONE)
+    assert asked.phase is Phase.LOADING
+    await asked.engine_ended()
+
+
+@pytest.mark.parametrize("when", ["saved", "mounted"])
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DOWN])
+async def test_an_engine_that_ends_before_the_answer_is_asked_for_gives_the_question_back(
+    chat, monkeypatch, when, phase
+):
+    add = chat.view.add_answer
+
+    async def end():
+        monkeypatch.undo()
+        await (chat.controller.restart() if phase is Phase.LOADING else chat.controller.answers.down())
+        await chat.ask("two")
+
+    async def mount():
+        await end()
+        return await add()
 
     await chat.load()
-    if when == "finishing":
-        await chat.ask("one")
-    chat.client.sent.clear()
-    monkeypatch.setattr(chat.controller.answers, "save", restart)
-    await (chat.ask("one") if when == "asking" else chat.controller.handle(DONE))
-    assert (chat.phase, chat.client.sent) == (Phase.LOADING, [])
+    if when == "saved":
+        monkeypatch.setattr(chat.controller.answers, "save", end)
+    else:
+        monkeypatch.setattr(chat.view, "add_answer", mount)
+    await chat.ask("one")
     await chat.engine_ended()
+    assert (chat.turns, chat.view.prompt, chat.view.queue) == ([], "one", (1, True))
+    assert not [command for command in chat.client.sent if isinstance(command, Chat)]
+    assert all(answer.removed for answer in chat.view.answers)
     await chat.load()
-    await chat.ask("two")
-    assert chat.client.sent[-1].turns[-1].content == "two"
-    assert all(answer.finished for answer in chat.view.answers[:-1])
+    await chat.controller.release_queue()
+    assert chat.turns == ["two"]
 
 
 # ---- Questions and commands that wait: their order, a stop, an engine that fails, what is taken back
