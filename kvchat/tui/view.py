@@ -70,7 +70,10 @@ class ChatView(Protocol):
         """True if ``show_conversations`` shows a list; otherwise the database is not searched."""
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
-        """Replace everything below the message ``below`` by messages with their footers; None replaces all."""
+        """Replace everything below the message ``below`` by messages with their footers; None replaces all.
+
+        Queued questions stay.
+        """
 
     def show_footer(self, message: Message, footer: str) -> None:
         """Show another footer under a message of the transcript."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import ask, focus
+from support.app_driver import ask, focus, press, typed
 from support.keeping import keep
 
 from kvchat.conversations.store import ConversationStore
@@ -359,6 +359,27 @@ async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
     assert [message.pinned for message in store.load(conversation.id).path] == [False, False, True, False]
     assert [turn.pinned for turn in conversation.fork(conversation.path[2].id).turns] == [False, False, True]
     store.close()
+
+
+async def test_queued_questions_stay_where_others_make_room_until_another_conversation_is_shown(running):
+    def shown():
+        return [(question.text, question.queued) for question in app.chat.query(Question)]
+
+    async with running() as (app, _pilot, until):
+        chat = app.controller
+        typed(app, "slow")
+        await until(lambda: chat.state.phase is Phase.ANSWERING)
+        typed(app, "hello")
+        await until(lambda: chat.answers.queue)
+        press(app, "escape", "f5")
+        await until(lambda: chat.state.phase is Phase.ANSWERING and len(chat.state.conversation.path) == 1)
+        assert shown() == [("slow", False), ("hello", True)]
+        press(app, "escape")
+        await until(lambda: chat.state.phase is Phase.READY)
+        await chat.branches.undo()
+        assert shown() == [("hello", True)]
+        await chat.new()
+        assert shown() == []
 
 
 async def test_a_pinned_message_is_marked_where_it_stands(running):

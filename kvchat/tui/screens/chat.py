@@ -302,7 +302,8 @@ class ChatScreen(Screen[None]):
             self.query_one(Ribbon).clear()
             self.query_one(Timeline).clear()
         self._show_switches()
-        await self._transcript.replace_below(below, message_widgets(messages) or ([] if below else [self._welcome()]))
+        shown = message_widgets(messages) or ([] if below else [self._welcome()])
+        await self._transcript.replace_below(below, shown, keeps_queued=len(self.controller.answers.queue) > 0)
 
     def show_footer(self, message: Message, footer: str) -> None:
         self._transcript.show_footer(message.id, footer)

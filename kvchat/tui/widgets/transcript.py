@@ -134,8 +134,7 @@ class Transcript(VerticalScroll):
 
     async def add(self, widget: W, before: Widget | None = None) -> W:
         """Mount ``before`` another widget, else at the end; only a queued question goes after pending widgets."""
-        is_queued = isinstance(widget, Question) and widget.queued
-        pending = next(filter(_is_pending, self.children), None) if not is_queued else None
+        pending = next(filter(_is_pending, self.children), None) if not _is_queued(widget) else None
         with self.app.batch_update():
             await self.mount(widget, before=before or pending)
         if isinstance(widget, Question):
@@ -143,16 +142,17 @@ class Transcript(VerticalScroll):
         self.call_after_refresh(self.settle)
         return widget
 
-    async def replace_below(self, message: str | None, widgets: Sequence[Widget]) -> None:
-        """Replace everything below a message, or with None everything, by ``widgets``."""
+    async def replace_below(self, message: str | None, widgets: Sequence[Widget], keeps_queued: bool = False) -> None:
+        """Replace everything below a message, or with None everything, by ``widgets``; queued questions may stay."""
         self.choose(None)
         kept, added = self._kept_children(message) if message else 0, list(widgets)
         if message and kept < len(self.children) and isinstance(chapter := self.children[kept], Chapter):
             last = next(number for number, (shown, _) in enumerate(chapter.messages) if shown.id == message)
             added = [Chapter(chapter.messages[: last + 1]), *added]
+        removed = [child for child in self.children[kept:] if not (keeps_queued and _is_queued(child))]
         with self.app.batch_update():
-            await self.remove_children(self.children[kept:])
-            await self.mount_all(added)
+            await self.remove_children(removed)
+            await self.mount_all(added, before=next(filter(_is_queued, self.children), None))
         self.jump_to_end()
         self.call_after_refresh(self.settle)
 
@@ -254,11 +254,13 @@ class Transcript(VerticalScroll):
         return 0
 
 
+def _is_queued(widget: Widget) -> bool:
+    return isinstance(widget, Question) and widget.queued
+
+
 def _is_pending(widget: Widget) -> bool:
     """True for a queued question and an answer without text yet, above which notes are added."""
-    if isinstance(widget, Question):
-        return widget.queued
-    return isinstance(widget, Answer) and not (widget.finished or widget.text)
+    return _is_queued(widget) or (isinstance(widget, Answer) and not (widget.finished or widget.text))
 
 
 def live_count(answers: Sequence[Answer]) -> int:
