@@ -64,15 +64,19 @@ class Branches:
         self.view.show_state(self.state)
 
     async def leave_edited(self) -> bool:
-        """End the path before the edited question, if any, so that the next question becomes its sibling.
+        """End the path before the edited question, so that the next question becomes its sibling.
 
-        Returns True if it was pinned; its sibling then is too.
+        Without one the next question replaces a last one whose answer had not begun when the conversation was left.
+        Returns True if the edited question was pinned; its sibling then is too.
         """
         edited = self.state.conversation.messages.get(self.state.edited or "")
         if edited is not None and (self.answers.is_asking or self.answers.answer is not None):
             self.require_ready()  # the answer being written is on that path
         self.state.edited = None
         if edited is None:
+            last, is_asked = self.state.conversation.leaf, self.state.phase.busy or self.answers.is_asking
+            if last is not None and last.role == "user" and not is_asked:
+                await self._end_before(last)
             return False
         await self._end_before(edited)
         return edited.pinned

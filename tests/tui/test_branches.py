@@ -75,6 +75,21 @@ async def test_regenerating_stopped_before_the_first_word_shows_the_earlier_answ
     assert talk.view.prompt == ""
 
 
+async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for_the_next_one(talk):
+    await talk.controller.open_archive()
+    last = talk.controller.state.conversation.leaf.id
+    await talk.ask("three")
+    await talk.controller.new()
+    await talk.controller.handle(done("", "stopped"))
+    await talk.controller.open_last()
+    assert talk.turns[-1] == "three"
+    await talk.ask("four")
+    assert talk.view.shown[-1] == ([], [], last)
+    assert talk.turns == ["one", "1", "two", "2", "four"]
+    await talk.ask("five")
+    assert talk.turns[-1] == "four", "its answer has begun"
+
+
 @pytest.fixture
 def while_clearing(talk, monkeypatch):
     """Runs what it is given while the transcript is cleared below a message the next time."""
@@ -371,8 +386,10 @@ async def test_queued_questions_stay_where_others_make_room_until_another_conver
         await until(lambda: chat.state.phase is Phase.ANSWERING)
         typed(app, "hello")
         await until(lambda: chat.answers.queue)
-        press(app, "escape", "f5")
-        await until(lambda: chat.state.phase is Phase.ANSWERING and len(chat.state.conversation.path) == 1)
+        press(app, "escape")
+        await until(lambda: chat.state.phase is Phase.READY)
+        press(app, "f5")
+        await until(lambda: chat.state.phase is Phase.ANSWERING)
         assert shown() == [("slow", False), ("hello", True)]
         press(app, "escape")
         await until(lambda: chat.state.phase is Phase.READY)
