@@ -4,15 +4,8 @@ import pytest
 from support.message import lacks
 
 from kvchat.config import modes
-from kvchat.config.modes import SpeculativeParameters, StreamingParameters, registered
+from kvchat.config.modes import StreamingParameters, registered
 from kvchat.errors import UsageError
-
-
-def test_every_mode_has_defaults():
-    for mode in modes.mode_names():
-        parsed = modes.parse(mode, {})
-        assert isinstance(parsed, registered()[mode])
-        assert not parsed.model_fields_set
 
 
 @pytest.mark.parametrize(
@@ -95,12 +88,6 @@ def test_a_budget_given_elsewhere_does_not_cap_freeze():
     assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
 
 
-def test_texts_become_numbers():
-    assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
-        SpeculativeParameters(budget=512, tau=0.5, first_full=False)
-    )
-
-
 def test_what_is_left_to_kvchat_is_auto_in_words():
     assert modes.parse("full", {"resident": "auto"}) == modes.parse("full", {})
     for mode in modes.mode_names():
@@ -141,11 +128,6 @@ def test_f6_passes_by_what_is_for_comparison():
     visited = modes.mode_names()
     assert [modes.next_mode(mode) for mode in visited] == [*visited[1:], visited[0]]
     assert {modes.next_mode(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
-
-
-def test_every_parameter_is_described():
-    assert all(parameters.title for parameters in registered().values())
-    assert all(field.description for parameters in registered().values() for field in parameters.model_fields.values())
 
 
 # ---- Modes of other packages: listed, left out where they cannot be used
@@ -218,10 +200,3 @@ def test_a_mode_that_cannot_be_used_is_left_out_and_named(monkeypatch, loaded, r
     classes, (problem,) = registry(monkeypatch, loaded, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
     assert not lacks(problem, '"point"', reason)
-
-
-def test_of_two_modes_of_one_name_the_first_stays(monkeypatch):
-    other = extra(title="another")
-    classes, (problem,) = registry(monkeypatch, Extra, other)
-    assert classes["extra"] is Extra
-    assert '"extra"' in problem

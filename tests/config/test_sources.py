@@ -1,15 +1,13 @@
 import ast
 import dataclasses
 import inspect
-import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, ValidationError
 from support.message import lacks
 
 import kvchat
@@ -20,7 +18,6 @@ from kvchat.config.modes import AUTO, registered
 from kvchat.config.presets import MODE, SYSTEM
 from kvchat.config.schema import ModelSettings, SamplingSettings, checked_sampling
 from kvchat.config.settings_file import save
-from kvchat.config.validation_errors import advice, choices, expected, field_at, reason
 from kvchat.engine.sampler import Sampler
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load, Sampling
@@ -50,12 +47,6 @@ def test_each_source_is_checked_once(config, monkeypatch):
     profile = sources.SettingsSource({("sampling", "top_k"): 3}, {("sampling", "top_k"): "8gb"})
     resolved = sources.load(flags, {}, lambda device: asked.append(device) or [profile])
     assert (len(checked), asked, resolved.settings.sampling.top_k) == (3, ["cuda:1"], 3)
-
-
-def test_without_any_source_everything_is_a_default():
-    resolved = sources.load(environ={})
-    assert resolved.settings.sampling.sampling() == Sampling()
-    assert resolved.origins == {}
 
 
 def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config):
@@ -147,12 +138,6 @@ def test_a_source_that_is_wrong_hides_no_other(config):
         sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
-def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config):
-    config.write_text("[sampling]\nseed = -1\n")
-    with pytest.raises(UsageError, match=r"config\.toml:2"):
-        sources.load(sources.flag_source({"--seed": ([("sampling", "seed")], 1)}), {})
-
-
 def test_below_what_is_no_folder_there_is_no_file():
     assert sources.file_source(Path("/dev/null/.config/kvchat/config.toml")) == sources.SettingsSource()
 
@@ -161,14 +146,10 @@ def test_unreadable_files_are_refused(config):
     config.write_bytes(b"[kv]\n\xff")
     with pytest.raises(UsageError, match=r"config.toml.*UTF-8.*Byte 5.*0xff"):
         sources.load(environ={})
-    for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
-        config.unlink()
-        make(config)
-        with pytest.raises(UsageError, match="cannot be read"):
-            sources.load(environ={})
-        if config.is_dir():
-            config.rmdir()
-            config.touch()
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        sources.load(environ={})
 
 
 @pytest.mark.parametrize(
@@ -429,62 +410,6 @@ def test_the_settings_of_a_model_the_engine_and_python_begin_alike():
 
 def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are():
     assert schema.checked_model("there", {"fast": "false"}) == {"model": "there", "fast": False}
-
-
-# ---- Refusals in people's words: what a field takes, what is wrong with a value, and the way out
-
-
-class Inner(BaseModel):
-    share: float = Field(0.5, gt=0, le=1)
-
-
-class Outer(BaseModel):
-    count: int | None = Field(None, ge=64)
-    chance: float = Field(0.25, ge=0, lt=1)
-    level: int = Field(3, ge=0, le=9)
-    kind: Literal["one", "two"] = "one"
-    flag: bool = True
-    name: str = Field("", min_length=1)
-    pair: tuple[int, int] = (1, 2)
-    needed: str
-    inner: Inner = Inner()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("count", "a whole number of at least 64"),
-        ("chance", "a number of at least 0 and below 1"),
-        ("level", "a whole number from 0 to 9"),
-        ("kind", "one of one, two"),
-        ("flag", "true or false"),
-        ("name", "text that is not empty"),
-        ("pair", "a list of 2 numbers"),
-        ("inner", "a table"),
-    ],
-)
-def test_a_field_says_what_it_takes(name, words):
-    assert expected(Outer.model_fields[name]) == words
-
-
-def test_a_reason_is_that_of_the_field_inside():
-    with pytest.raises(ValidationError) as refused:
-        Outer.model_validate({"needed": "", "inner": {"share": 2}})
-    (details,) = refused.value.errors()
-    assert not lacks(reason(Outer, details), "above 0", "at most 1")
-    assert field_at(Outer, ("nothing", "share")) is None
-
-
-def test_the_way_out_names_a_default_that_can_be_read():
-    hints = {name: advice(Outer.model_fields[name]) for name in ("chance", "count", "needed")}
-    assert "0.25" in hints["chance"]
-    assert "default" in hints["count"]
-    assert "default" not in hints["needed"]
-
-
-def test_few_words_can_be_offered():
-    offered = [choices(Outer.model_fields[name]) for name in ("kind", "flag", "count")]
-    assert offered == [("one", "two"), ("true", "false"), ()]
 
 
 # ---- Presets as files: what one keeps is what it sets, and what is no part of one is refused with its line

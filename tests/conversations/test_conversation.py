@@ -10,7 +10,7 @@ from support.message import lacks
 
 from kvchat.conversations import attachments, comparison
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, rows, verdicts
-from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation, read_stats
+from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Sampling, Turn, Variant
@@ -187,12 +187,6 @@ def test_finding_siblings_takes_no_longer_in_a_long_conversation():
 
 
 # ---- Figures of answers, read from what other versions or a damaged file kept
-
-
-def test_unknown_figures_are_left_out_and_damaged_ones_none():
-    kept = {"generated_tokens": 3, "decode_tokens_per_s": 7.5, "of_a_later_version": 1}
-    assert read_stats(kept) == Stats(generated_tokens=3, decode_tokens_per_s=7.5)
-    assert [read_stats(damaged) for damaged in (None, [], {"generated_tokens": "many"})] == [None] * 3
 
 
 # ---- Comparisons as a table, in words and as files

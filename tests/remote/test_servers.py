@@ -208,7 +208,3 @@ def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve):
     bad.routes = {}
     found = asyncio.run(find([bad.url, "nonsense", good.url]))
     assert [isinstance(one, tuple) for one in found] == [True, True, False]
-
-
-def test_every_program_that_offers_something_says_what():
-    assert {servers.LLAMA, servers.VLLM, servers.SGLANG, servers.OLLAMA} <= servers.OFFERS.keys()
