@@ -4,7 +4,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from kvchat.protocol.figures import Gpu
 
 RTX, H100 = FakeGpu(), FakeGpu("NVIDIA H100", 80 * GiB, capability=(9, 0), uuid="GPU-h100")
 MIG = FakeGpu("NVIDIA H100 MIG 1g.10gb", 10 * GiB, uuid="MIG-1g")
-Install = Callable[..., None]
 
 
 @pytest.fixture
@@ -160,16 +158,6 @@ def test_the_environment_moves_settings_and_state(monkeypatch, tmp_path):
     assert paths.config_file() == tmp_path / "mine.toml"
     assert paths.user_themes_dir() == tmp_path / "themes"
     assert paths.data_dir() == paths.state_dir() == Path.home() / "there"
-
-
-def test_the_bundled_model_and_themes_are_there():
-    assert (paths.bundled_model_dir() / "model.safetensors").is_file()
-    assert paths.bundled_themes_dir().is_dir()
-
-
-def test_asking_for_a_path_creates_nothing(tmp_path):
-    paths.log_file(), paths.history_file(), paths.data_dir(), paths.config_file()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(tmp_path, monkeypatch):

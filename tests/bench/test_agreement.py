@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kvchat.bench import agreement, coverage
 from kvchat.bench.agreement import divergence
@@ -14,9 +13,6 @@ from kvchat.bench.report import tables
 from kvchat.bench.settings import Agreement, Coverage
 from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
-from kvchat.cli.main import app
-from kvchat.models.load import load_model
-from kvchat.protocol.messages import Load
 
 
 def test_divergence_is_zero_of_equal_distributions_and_known_of_others():
@@ -42,7 +38,7 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
     assert (len(result["rows"][0]["covered"]), len(result["rows"][1]["kl"])) == (8, 12)
 
 
-def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some():
+def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some(bundled):
     settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 1)
     result = agreement.run(settings, ModelChoice(device="cpu"))
     full, streaming = result["summary"]
@@ -50,19 +46,11 @@ def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some():
     assert streaming["perplexity_full"] == full["perplexity_full"]
     assert streaming["perplexity"] > full["perplexity"]
     assert streaming["read_mean"] < 0.95 * full["read_mean"]
-    model = load_model(Load("bundled", "cpu"), lambda stage: None)
-    ids = torch.tensor([passages((), 166, model.tokenizer)[0].ids])
-    with as_written(model.model):
-        logits = model.model(ids, use_cache=False).logits[0, 15:-1].float()
+    ids = torch.tensor([passages((), 166, bundled.tokenizer)[0].ids])
+    with as_written(bundled.model):
+        logits = bundled.model(ids, use_cache=False).logits[0, 15:-1].float()
     nats = torch.nn.functional.cross_entropy(logits, ids[0, 16:])
     assert result["rows"][0]["nats_mean"] == pytest.approx(float(nats), rel=1e-3)
-
-
-def test_a_text_that_is_too_short_is_refused_by_the_command(tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("Too short.")
-    ran = CliRunner().invoke(app, ["bench", "agreement", "--text", str(text)])
-    assert "too short to measure on" in str(ran.exception)
 
 
 # ---- ``bench coverage``: the shares are those of the weights over what each mode reads, beside the best choices

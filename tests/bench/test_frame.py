@@ -1,7 +1,6 @@
 """The frame: the file has all that was measured, whatever ends the program, and a refused cell is a row."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 import kvchat
 from kvchat.bench import frame
 from kvchat.bench.frame import Frame, chance, incompatible, load, methods, parsed, sign_test
-from kvchat.bench.report import rendered
 from kvchat.config.modes import ModeParameters, SyncParameters
 from kvchat.errors import DoesNotFitError, UsageError
 
@@ -165,9 +163,6 @@ def test_a_variant_forgets_what_an_earlier_one_was_given():
 # ---- What a result is of: equal measurements, and results that may stand side by side
 
 
-KEPT = sorted((Path(frame.__file__).parent / "results").glob("*.json"))
-
-
 def result(**changes):
     environment = dict.fromkeys(frame.COMPARED, "x") | {"python": "3.11"}
     made = {"experiment": "agreement", "what": "KL", "settings": {"tokens": 4}, "model": {"name": "tiny"}}
@@ -179,11 +174,6 @@ def test_a_method_is_its_mode_with_all_parameters():
     assert found["sync:m=7"]["mode"] == "sync"
     assert found["sync:m=7"]["parameters"] == SyncParameters(m=7, budget=256).model_dump()
     assert found["streaming"]["parameters"]["budget"] == 256
-
-
-@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
-def test_a_kept_result_has_its_tables_today(file):
-    assert "### " in rendered([load(file)])
 
 
 def test_what_changes_logits_or_times_does_not_stand_side_by_side():

@@ -141,10 +141,10 @@ def test_what_a_peer_refuses_is_told_in_its_own_words():
 
 
 @pytest.mark.slow("a model is read by each peer")
-def test_every_peer_that_is_here_answers(tmp_path):
+def test_every_peer_that_is_here_answers(bundled, tmp_path):
     pytest.importorskip("xllamacpp")
     file = tmp_path / "bundled.gguf"
-    write_model(file, load_model(Load("bundled", "cpu", "float32"), lambda stage: None))
+    write_model(file, bundled)
     settings = Peers(("full",), contexts=(64,), peers=("xllamacpp", "transformers"), steps=2, rounds=1)
     rows = peers.run(settings, ModelChoice(str(file), device="cpu", quantize="auto"))["rows"]
     assert [row["variant"] for row in rows if "failed" not in row] == ["llama.cpp", "transformers", "kvchat full"]
@@ -187,9 +187,8 @@ def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
         del layer.forward
 
 
-def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
+def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory(bundled):
     """kvchat's weights are contiguous in huge pages, which no user of transformers has."""
-    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
     plain = baselines.in_ordinary_memory(bundled)
     ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -205,10 +204,9 @@ def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
 # ---- llama.cpp as a baseline: it decodes the same model, or says what is missing
 
 
-def test_its_greedy_tokens_are_those_of_generate():
+def test_its_greedy_tokens_are_those_of_generate(bundled):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
     ids = prose(bundled.tokenizer, 100)
     with baselines.as_written(bundled.model):
         expected = bundled.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -251,12 +249,10 @@ def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
     assert baselines.rotated_in_pairs("v_proj.weight", rows, config) is rows
 
 
-def test_packed_weights_are_multiplied_where_transformers_could_not():
-    exact, packed = (
-        load_model(Load("bundled", "cpu", "float32", quantize=q), lambda stage: None) for q in ("none", "int8")
-    )
+def test_packed_weights_are_multiplied_where_transformers_could_not(bundled):
+    packed = load_model(Load("bundled", "cpu", "float32", quantize="int8"), lambda stage: None)
     ids = torch.tensor([[3, 4, 5]])
-    with baselines.as_written(exact.model), baselines.as_written(packed.model):
-        expected, found = (model.model(ids).logits for model in (exact, packed))
+    with baselines.as_written(bundled.model), baselines.as_written(packed.model):
+        expected, found = (model.model(ids).logits for model in (bundled, packed))
     assert not torch.equal(expected, found)
     assert (expected - found).norm() < 0.05 * expected.norm()

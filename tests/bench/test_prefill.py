@@ -14,12 +14,10 @@ import torch
 from support.integrity import check_integrity
 from support.memory_faults import HostMemoryError
 from support.shape_runner import filled
-from typer.testing import CliRunner
 
 from kvchat.bench import decode, model_shapes, prefill, timing
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.settings import Prefill
-from kvchat.cli.bench import app
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import rates
@@ -102,13 +100,6 @@ def test_a_one_shot_for_which_memory_ran_out_is_none(tiny_shape, monkeypatch, er
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(UsageError, match=r"4,000 tokens and a turn of 200 after them are 4,200.*reads 4,096"):
         prefill.run(Prefill(shape="tiny", lengths=(4000,), turn=200), CPU)
-
-
-def test_the_command_gives_json():
-    arguments = ["prefill", "--shape", "tiny", "--device", "cpu", "--length", "30", "--rounds", "1", "--json"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["rows"][0]["tokens"] == 30
 
 
 @pytest.mark.cuda

@@ -12,8 +12,6 @@ from kvchat.bench.report import tables
 from kvchat.bench.settings import Draft, Recall
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
-from kvchat.models.load import load_model
-from kvchat.protocol.messages import Load
 
 STREAMING = "streaming:budget=64,sink=4"
 TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
@@ -85,11 +83,6 @@ def test_the_help_names_every_task():
 
 
 LENGTH = 600
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_model(Load("bundled", "cpu"), lambda stage: None).tokenizer
 
 
 @pytest.mark.parametrize("task", TASKS)

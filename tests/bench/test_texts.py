@@ -7,13 +7,6 @@ from kvchat.bench.frame import mean, quantile, wilson
 from kvchat.bench.texts import BOOKS, passages
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
-from kvchat.models.load import load_model
-from kvchat.protocol.messages import Load
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_model(Load("bundled", "cpu"), lambda stage: None).tokenizer
 
 
 @pytest.mark.parametrize("size", [1016, 3000])

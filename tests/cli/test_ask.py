@@ -174,17 +174,12 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run, session, tmp_path):
         (["--param", "fronze.tau=1"], ('"fronze"', '"freeze"')),
         (["--param", "sync.tau=1"], ("sync", '"tau"')),
         (["--budget", "3"], ('--budget: "3"', "64")),
-        (["--budget", "0"], ('--budget: "0"',)),
         (["--budget", "abc"], ('--budget: "abc"', "64")),
-        (["--seed", "1.5"], ('--seed: "1.5"',)),
         (["--temperature", "abc"], ('--temperature: "abc"', "100")),
-        (["--temperature", "-1"], ('--temperature: "-1"',)),
-        (["--temperature", "nan"], ('--temperature: "nan"',)),
         (["--device", "tpu"], ('--device: "tpu"',)),
         (["--switch-at", "x:full"], ('--switch-at "x:full"', "N:MODE")),
         (["--mode", "s"], ('"s"', "speculative, streaming, sync")),
         (["--switch-at", "3:fulll"], ('"fulll"', '"full"')),
-        (["--switch-at", "3:streaming,tau=1"], ("streaming", '"tau"')),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_is_loaded(run, session, args, facts):
@@ -203,12 +198,6 @@ def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run, session):
     assert session.loaded
     assert (session.loaded.mode, session.loaded.mode_params["speculative"]) == ("speculative", {"budget": 512})
     assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
-
-
-def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run, session):
-    args = ("--mode", "full", "--param", "full.resident=auto", "--switch-at", "1:full,resident=auto")
-    assert run("ask", "hello", *args).err == ""
-    assert run("ask", "hello", "--mode", "streaming", "--budget", "auto").err == ""
 
 
 def test_a_parameter_without_effect_is_said(run, session):
@@ -403,15 +392,6 @@ def test_a_question_is_answered_and_nothing_else_is_printed(run):
     assert plain.out == result["text"] + "\n"
     assert (result["mode"], result["finish_reason"]) == ("full", "eos")
     assert len(result["token_ids"]) == result["stats"]["generated_tokens"] > 0
-
-
-@pytest.mark.slow("the bundled model is loaded")
-def test_the_same_seed_gives_the_same_text_and_switches_are_counted(run):
-    flags = ("Tell me a story.", "--json", "--seed", "3", "--max-new-tokens", "24")
-    switches = ("--switch-at", "8:speculative,budget=128", "--switch-at", "16:streaming")
-    one, two = (json.loads(run("ask", *flags, *switches).out) for _ in range(2))
-    assert one["text"] == two["text"]
-    assert [(s["at"], s["mode"]) for s in one["stats"]["switches"]] == [(8, "speculative"), (16, "streaming")]
 
 
 @pytest.mark.slow("the bundled model is loaded")

@@ -94,10 +94,13 @@ def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, opt
 # ---- Where rows are kept, and what a result says it was made by
 
 
-def test_a_folder_is_no_file_to_keep_rows_in(tmp_path):
-    ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("place", "reason"), [("", "is a folder. Use a file name for --out"), ("no/x.json", "There is no folder")]
+)
+def test_where_no_file_can_be_written_nothing_is_measured(place, reason, tmp_path):
+    ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path / place)])
     assert isinstance(ran.exception, UsageError)
-    assert "is a folder. Use a file name for --out" in str(ran.exception)
+    assert reason in str(ran.exception)
 
 
 @pytest.mark.parametrize("where", [["--out", "a.json", "--json"], ["--out=a.json"]])

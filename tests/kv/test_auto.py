@@ -31,11 +31,8 @@ SLOW_LINK = (360, 3, 6, 64)
 SERVER, DESKTOP, LAPTOP, PI = (300, 0, 0, 256), (80, 0, 0, 64), (40, 0, 0, 16), (4, 0, 0, 4)
 MACHINES = [
     # What fits the device is read there, whatever the link.
-    ("8B16", H100, 4000, 10, {}, "full"),
-    ("8B16", H100, 128_000, 10, {}, "full"),
     ("8B16", H100, 128_000, 30, {}, "full"),
     ("8B", RTX_4090, 64_000, 10, {}, "full"),
-    ("8B", RTX_3060, 2000, 10, {}, "full"),
     ("8B", RTX_3060, 16_000, 10, {}, "full"),
     ("8B", SLOW_LINK, 16_000, 10, {}, "full"),
     ("8B", TINY_3060, 2000, 10, {}, "full"),
@@ -53,25 +50,20 @@ MACHINES = [
     ("8B", SLOW_LINK, 64_000, 40, {}, "speculative 1024 with 8-bit pages"),
     ("32B", (900, 25, 4, 64), 32_000, 10, {}, "speculative 8192"),
     ("8B", RTX_3060, 64_000, 10, {"budget": 1000}, "speculative 1000"),
-    ("8B", RTX_3060, 64_000, 10, {"budget": 128}, "speculative 128"),
     # Where nothing is quick enough it is the most faithful of those that are not much slower than the quickest.
     ("8B", SMALL_3060, 128_000, 10, {}, "full from RAM with 8-bit pages"),
     ("8B", SMALL_3060, 64_000, 60, {}, "speculative 2048 with 8-bit pages"),
-    ("8B", LAPTOP, 500, 10, {}, "full"),
     ("8B", LAPTOP, 4000, 10, {}, "full"),
     ("8B", LAPTOP, 64_000, 10, {}, "speculative 4096"),
     # And where modes that read less are hardly faster.
     ("135M", (2.75, 0, 0, 4), 600, 10, {}, "full"),
     ("32B", LAPTOP, 8000, 10, {}, "full"),
     # On a CPU everything fits the device; time decides, and the host's memory.
-    ("17M", PI, 100, 10, {}, "full"),
     ("17M", PI, 4000, 10, {}, "full"),
     ("135M", DESKTOP, 8000, 10, {}, "full"),
-    ("135M", PI, 500, 10, {}, "full"),
     ("135M", PI, 8000, 10, {}, "speculative 4096"),
     ("135M", PI, 8000, 5, {}, "full"),
     ("8B", SERVER, 100_000, 10, {}, "full"),
-    ("8B", DESKTOP, 16_000, 10, {}, "full"),
     ("8B", DESKTOP, 32_000, 10, {}, "speculative 8192"),
     ("8B", (300, 0, 0, 6), 64_000, 10, {}, "full with 8-bit pages"),
     ("8B", (360, 12, 17, 6), 64_000, 10, {}, "full with 8-bit pages"),
@@ -191,12 +183,6 @@ def test_what_is_pinned_is_read_and_takes_slots():
     assert pinned[at].seconds > 1.1 * plain[at].seconds
     assert not plain[at].lacks
     assert "on the device" in pinned[at].lacks
-
-
-def test_what_does_not_fit_is_never_chosen_though_nothing_is_quick():
-    full, *others = made(0.05, 0.05, 0.06)
-    short = [replace(full, lacks="full takes 9 GiB"), *others]
-    assert choose(short, 0.01, current=others[1]).setup == others[0]
 
 
 # ---- corrected by what was measured

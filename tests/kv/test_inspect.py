@@ -15,10 +15,7 @@ from kvchat.kv.inspect import attended, attended_counts, held_per_head, read_per
 
 
 def run_of(row: str, kinds: tuple[str, ...] = MIXED) -> Run:
-    run = Run.of_row(row, toy(kinds, kv_heads=4, page=8))
-    run.prefill(150)
-    run.step(10)
-    return run
+    return Run.of_row(row, toy(kinds, kv_heads=4, page=8)).begun(150, 10)
 
 
 @pytest.mark.parametrize("row", ["full-resident", "streaming-slack", "speculative-four-bits", "freekv-odd", "sync-two"])
@@ -81,8 +78,7 @@ def expected(run: Run, layer: int) -> torch.Tensor:
 @pytest.mark.parametrize("row", FIRST.values())
 def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monkeypatch):
     monkeypatch.setattr(inspect, "CHUNK", 3)
-    run = Run.of_row(row, toy(MIXED, kv_heads=4, group=3, page=8, unified=unified))
-    run.prefill(150)
+    run = Run.of_row(row, toy(MIXED, kv_heads=4, group=3, page=8, unified=unified)).begun(150)
     for steps in (1, 6, 9):
         run.step(steps)
         for layer in range(len(MIXED)):
@@ -136,8 +132,7 @@ def watched(
 
 
 def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
-    run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8))
-    run.prefill(150)
+    run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8)).begun(150)
     exact, (watch, clock, looked) = inspect.covered, watched(run, monkeypatch)
     watch.sample()
     assert (looked, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
@@ -164,8 +159,7 @@ def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
 
 @pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
 def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
-    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
-    run.prefill(150)
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
     watch, clock, looked = watched(run, monkeypatch, look_s)
     run.step()
     for _ in range(4000):
@@ -176,8 +170,7 @@ def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
 
 
 def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
-    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
-    run.prefill(150)
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
     watch, clock, looked = watched(run, monkeypatch)
     run.step()
     for n in range(600):
@@ -188,9 +181,7 @@ def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
 
 
 def test_what_reads_everything_is_covered_without_a_look_at_the_keys(monkeypatch):
-    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8))
-    run.prefill(150)
-    run.step()
+    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8)).begun(150, 1)
     monkeypatch.setattr(inspect, "weights", None)
     watch = inspect.CoverageWatch(run.kv.state)
     watch.sample()

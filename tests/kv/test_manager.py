@@ -32,9 +32,7 @@ PLAIN = ("plain", "plain")
 @pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159]))
 def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
     """A mode's two core rows to one of the lengths each, to all in the long form; ``test_properties`` to any."""
-    run = Run.of_row(row, toy(PLAIN, page=8))
-    run.prefill(135)
-    run.step(25)
+    run = Run.of_row(row, toy(PLAIN, page=8)).begun(135, 25)
     run.truncate(to)
     run.check()
     if to % 2 or not to:
@@ -55,9 +53,7 @@ def fail_in_step(run):
 
 @pytest.mark.parametrize("row", CORE)
 def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
-    run = Run.of_row(row, toy(PLAIN, page=8))
-    run.prefill(120)
-    run.step(20)
+    run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     before = stored_rows(run.kv)
     fail_in_step(run)
     assert run.kv.total == 140
@@ -74,9 +70,7 @@ CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOp
 @pytest.mark.parametrize(("row", "name", "when"), pairwise(CORE, [*CHANGES], ["before", "after"]))
 def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when, monkeypatch):
     """Every row at every change, before it or after it in turn; both in the long form."""
-    run = Run.of_row(row, toy(PLAIN, page=8))
-    run.prefill(120)
-    run.step(20)
+    run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     owner, genuine = CHANGES[name], getattr(CHANGES[name], name)
 
     def cut(*args):
@@ -99,9 +93,7 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when,
 
 @pytest.mark.parametrize("row", CORE)
 def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, monkeypatch):
-    run = Run.of_row(row, toy(PLAIN, page=8))
-    run.prefill(120)
-    run.step(20)
+    run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
     with monkeypatch.context() as patch:
         patch.setattr(TorchOps, "move_picked", out_of_memory)
@@ -116,8 +108,7 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
 
 
 def test_a_prefill_that_fails_stores_nothing():
-    run = Run.of_row("streaming", toy(PLAIN, page=8))
-    run.prefill(120)
+    run = Run.of_row("streaming", toy(PLAIN, page=8)).begun(120)
     with suppress(torch.OutOfMemoryError), prefill(run.kv, 2):
         run.kv.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
         out_of_memory()
@@ -129,8 +120,7 @@ def test_a_prefill_that_fails_stores_nothing():
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
-    run = Run.of_row(mode, toy(PLAIN, page=8))
-    run.prefill(100)
+    run = Run.of_row(mode, toy(PLAIN, page=8)).begun(100)
     while run.kv.total < run.kv.state.capacity:
         run.step()
     with monkeypatch.context() as patch:
@@ -143,8 +133,7 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
 
 
 def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
-    run = Run(toy(PLAIN, page=8), "full")
-    run.prefill(120)
+    run = Run(toy(PLAIN, page=8), "full").begun(120)
     while run.kv.total < run.kv.state.host.capacity:
         run.step()
     with monkeypatch.context() as patch:
@@ -170,15 +159,8 @@ def test_turns_are_one_prefill_of_the_transcript():
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 
 
-def test_a_step_in_an_empty_store():
-    run = Run(toy(PLAIN), "full")
-    run.step(3)
-    run.check()
-
-
 def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch):
-    run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
-    run.prefill(150)
+    run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24).begun(150)
     before, host = run.kv.state.ops, run.kv.state.host
 
     def reserve(tokens):
@@ -197,16 +179,12 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch)
 
 
 def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
-    run = Run.of_row("streaming", toy(PLAIN, page=8))
-    run.prefill(200)
-    run.step(20)
+    run = Run.of_row("streaming", toy(PLAIN, page=8)).begun(200, 20)
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "load_table", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.kv.truncate(40)
-    other = Run.of_row("streaming", toy(PLAIN, page=8))
-    other.prefill(200)
-    other.step(20)
+    other = Run.of_row("streaming", toy(PLAIN, page=8)).begun(200, 20)
     other.truncate(40)
     for each in (run, other):
         each.step_alone()
@@ -215,8 +193,7 @@ def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
 
 
 def test_a_prefill_that_is_cut_short_anywhere_costs_nothing():
-    run = Run(toy(PLAIN, page=8), "full")
-    run.prefill(60)
+    run = Run(toy(PLAIN, page=8), "full").begun(60)
     run.kv.begin_prefill(10)  # and no more: interrupted before its forward
     run.step(5)
     run.check()
@@ -228,9 +205,7 @@ def test_a_prefill_that_is_cut_short_anywhere_costs_nothing():
 @pytest.mark.parametrize("row", FIRST.values())
 def test_what_was_put_back_is_what_was_stored(row):
     mode, params = ROWS[row]
-    run = Run(toy(page=8), mode, **params)
-    run.prefill(300)
-    run.step(5)
+    run = Run(toy(page=8), mode, **params).begun(300, 5)
     kv, start = run.kv, 117  # inside a page
     stored = stored_rows(kv)
     query, control = kv.state.query.clone(), kv.state.control.clone()
@@ -248,8 +223,7 @@ def test_what_was_put_back_is_what_was_stored(row):
 
 
 def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
-    run = EightBitRun(toy(page=8, unified=True), "full", quantizes=False)
-    run.prefill(60)
+    run = EightBitRun(toy(page=8, unified=True), "full", quantizes=False).begun(60)
     run.set(True)
     run.step(50)
     kv, start = run.kv, 77  # inside an 8-bit page

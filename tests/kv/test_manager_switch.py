@@ -36,10 +36,7 @@ def storm(run: Run, switches: int, seed: int) -> list[str]:
 
 
 def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
-    run, calm = (Run(toy(MIXED, page=8), "full") for _ in range(2))
-    for one in (run, calm):
-        one.prefill(150)
-        one.step(5)
+    run, calm = (Run(toy(MIXED, page=8), "full").begun(150, 5) for _ in range(2))
     before = stored_rows(run.kv)
     entered = storm(run, 99, seed=1)
     run.switch("full")
@@ -91,17 +88,14 @@ def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
 
 
 def test_a_switch_tells_what_moved():
-    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming-plain"][1])
-    run.prefill(200)
+    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming-plain"][1]).begun(200)
     g = run.toy.geometry
     assert run.switch("full") == 200 * g.token_bytes
     assert run.switch("streaming", **ROWS["streaming-plain"][1]) == 64 * g.token_bytes
 
 
 def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
-    run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1])
-    run.prefill(200)
-    run.step(10)
+    run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1]).begun(200, 10)
     monkeypatch.setattr(available, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"freeze.* [\d.]+ KiB on cpu, and [\d.]+ KiB"):
         run.kv.switch(run.mode("freeze"))
@@ -124,9 +118,7 @@ SOME_SWITCHES = [
 def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short, count):
     failed = 0
     for at in range(1, 1000, 1 if PLACES else 18):
-        run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1])
-        run.prefill(60)
-        run.step(3)
+        run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1]).begun(60, 3)
         target = run.mode(ROWS[new][0], **ROWS[new][1])
         try:
             with MemoryRunsOut(at, short=short):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -39,28 +39,36 @@ def spec(layer: int, windowed: bool) -> AttentionSpec:
 
 
 class FreezeRun:
-    """A kv in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked."""
+    """A kv in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked.
+
+    ``rule`` has changes of the default profile's.
+    """
 
     def __init__(
         self,
         strength: float = 0.3,
         windowed: bool = False,
-        seed: int = 0,
         page: int = 8,
         unified: bool = False,
+        rule: dict[str, Any] | None = None,
         **params: Any,
     ):
         self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page, unified=unified)
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(0)
         self.strength, self.windowed = strength, windowed
-        self.kv = KVManager(self.geometry, torch.device("cpu"), self.mode(**params))
+        with ruled(**(rule or {})):
+            mode = build(parse("freeze", params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
+        self.kv = KVManager(self.geometry, torch.device("cpu"), mode)
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]
         self.query: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []  # of the last forward's newest token, by layer
         self._wanted: tuple[int, int] | None = None
 
-    def mode(self, name: str = "freeze", **params: Any):
-        return build(parse(name, params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
+    def begun(self, prompt: int, steps: int = 0) -> Self:
+        """Read a prompt of so many tokens, decode so many steps, and return itself."""
+        self.prefill(prompt)
+        self.step(steps)
+        return self
 
     def prefill(self, n: int, pinned: tuple[int, ...] = ()) -> None:
         with torch.inference_mode():
@@ -87,10 +95,6 @@ class FreezeRun:
     def recover(self, level: str) -> None:
         with torch.inference_mode():
             self.kv.mode.recover(level)
-
-    def switch(self, name: str, **params: Any) -> None:
-        with torch.inference_mode():
-            self.kv.switch(self.mode(name, **params))
 
     def active(self) -> set[int]:
         """The stored tokens that the next one reads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from support.comparison_reference import COMPARISON
@@ -65,6 +65,12 @@ class Run:
         return build(parse(mode, params), self.toy.geometry, self.toy.traits, self.system_tokens)
 
     # ---- what a session does
+
+    def begun(self, prompt: int, steps: int = 0) -> Self:
+        """Read a prompt of so many tokens, decode so many steps, and return itself."""
+        self.prefill(prompt)
+        self.step(steps)
+        return self
 
     def prefill(self, n: int, chunk: int = 1000) -> None:
         cached = self.kv.mode.num_cached() if isinstance(self.kv.mode, Streaming) else self.kv.total

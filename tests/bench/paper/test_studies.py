@@ -16,8 +16,7 @@ from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
 from kvchat.config.modes import registered
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.models.load import load_model, wrap
-from kvchat.protocol.messages import Load
+from kvchat.models.load import wrap
 
 SIZES = {
     "asr-kf-egr": (["tokens=60"], ["table-1", "table-3"]),
@@ -35,25 +34,20 @@ EXPLANATION_TOKENS = 80
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_model(Load("bundled", "cpu"), lambda stage: None)
-
-
-@pytest.fixture(scope="module")
-def results(model):
+def results(bundled):
     """Each study measured once in small sizes; the length of the explanation is patched, because it is not a setting.
 
     Only the study that searches needles has the bundled model; the others have a tiny random one with its tokenizer.
     """
-    tiny = tiny_models.fresh("llama", vocab_size=model.vocab, max_position_embeddings=model.context)
-    small = wrap(tiny, model.tokenizer, "small")
+    tiny = tiny_models.fresh("llama", vocab_size=bundled.vocab, max_position_embeddings=bundled.context)
+    small = wrap(tiny, bundled.tokenizer, "small")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asr_kf_egr, "EXPLANATION_TOKENS", EXPLANATION_TOKENS)
         patched.setattr(lazy_pruning, "WARM_UP", 2)
         made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
         found = {}
         for name, (study, settings) in made.items():
-            patched.setattr(ModelChoice, "load", lambda *_, has=model if name == "synckv" else small: has)
+            patched.setattr(ModelChoice, "load", lambda *_, has=bundled if name == "synckv" else small: has)
             found[name] = study.run(settings, only=SIZES[name][1])
         return found
 
@@ -113,8 +107,8 @@ def test_the_papers_explanation_has_the_published_length_and_the_texts_are_compa
 
 
 @pytest.mark.slow("every mode answers, decodes and is timed")
-def test_all_modes_stand_in_one_table_beside_full_and_speculative(model, monkeypatch):
-    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+def test_all_modes_stand_in_one_table_beside_full_and_speculative(bundled, monkeypatch):
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
     monkeypatch.setattr(comparison, "DEPTHS", (0.5,))
     monkeypatch.setattr(comparison, "ROUNDS", 1)
     sizes = ["context=300", "cases=1", "passages=2", "compared=4"]
@@ -145,10 +139,10 @@ def test_within_the_cap_every_way_reads_everything(results):
     assert short["StreamingLLM"]["speedup"] > 0
 
 
-def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch):
+def test_a_short_warm_up_of_every_way_comes_before_the_trials(bundled, monkeypatch):
     study, settings = chosen("lazy-pruning", ["cap=40", "long=48", "trials=2"])
     read, figures = [], dict.fromkeys(("ttft", "seconds", "kv", "tpot", "perplexity", "peak"), 1.0)
-    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
     monkeypatch.setattr(lazy_pruning, "_decoded", lambda lab, ids, params: read.append(len(ids)) or figures)
     study.run(settings, only=["table-1"])
     assert read == 3 * [lazy_pruning.PROMPT + lazy_pruning.WARM_UP] + 2 * 3 * [lazy_pruning.PROMPT + 48]

@@ -13,7 +13,7 @@ from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.eight_bit_pages import dequantize, quantize
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool, layer_bytes, pool_tokens
-from kvchat.kv.memory.pages import Pages, copied, full_precision_pages, has_quantized
+from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.state import KVState
 
 G = Geometry(layers=2, q_heads=4, kv_heads=2, d_k=24, d_v=16, dtype=torch.float32, page=8, unified=True)
@@ -61,8 +61,7 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
 
 
 def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
-    run = EightBitRun(toy(page=8), "full")
-    run.prefill(10)
+    run = EightBitRun(toy(page=8), "full").begun(10)
     state = run.kv.state
     run.set(False)
     run.prefill(20)
@@ -117,9 +116,7 @@ def test_a_host_without_memory_refuses_and_goes_on_exactly(monkeypatch):
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 def test_memory_that_runs_out_anywhere_in_a_step_a_prefill_or_a_truncation_loses_nothing(mode):
     params = {"budget": 80, "sink": 8, "window": 24} if mode == "speculative" else {}
-    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, **params)
-    run.prefill(93)
-    run.step(2)
+    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, **params).begun(93, 2)
     dice = random.Random(0)
     for place in dice.sample(range(1, 60), 6):
         _with_a_fault(run, place, lambda: run.step(1))
@@ -144,51 +141,6 @@ def _with_a_fault(run: EightBitRun, place: int, work) -> None:
             work()
         else:  # the truncation was done; only its slots are filled later
             EightBitRun.truncate(run, run.kv.total)
-
-
-# ---- Copies of pages, exact and 8-bit ones in any order: each is found, and a beginning is that of all
-
-
-LAYERS = 2
-
-
-def mixed(quantized: list[bool], dequantized: set[int] = frozenset()) -> Pages:
-    """Pages whose elements are their number."""
-    of = {kind: torch.tensor([page for page, each in enumerate(quantized) if each is kind]) for kind in (False, True)}
-    full_precision, eight_bit = ([of[kind].to(dtype)[:, None].clone() for _ in range(LAYERS)] for kind, dtype in
-                      ((False, torch.float32), (True, torch.uint8)))  # fmt: skip
-    return Pages(quantized, full_precision, eight_bit, dequantized)
-
-
-def test_each_page_is_found_among_those_of_its_kind():
-    dice = random.Random(0)
-    for pages in range(9):
-        quantized = [dice.random() < 0.4 for _ in range(pages)]
-        kept = mixed(quantized)
-        for count in range(pages + 1):
-            begun = kept.beginning(count)
-            assert list(begun.quantized) == quantized[:count]
-            assert begun.nbytes == LAYERS * sum(1 if is_quantized else 4 for is_quantized in quantized[:count])
-            for page in range(count):
-                found = begun.stored(page)
-                assert [int(layer) for layer in found] == [page] * LAYERS
-                assert (found[0].dtype is torch.uint8) is quantized[page]
-
-
-def test_tokens_of_a_page_that_was_dequantized_stay_quantized():
-    kept = mixed([False, False, False], {1})
-    assert has_quantized(kept)
-    assert not has_quantized(kept.beginning(1))
-    assert has_quantized(mixed([False, True]))
-    assert full_precision_pages(mixed([False, True])) == 1
-
-
-def test_a_copy_has_memory_of_its_own():
-    layers = [torch.arange(8.0).view(4, 2) for _ in range(LAYERS)]
-    taken = copied(layers, [3, 1])
-    layers[0].zero_()
-    assert taken[0].tolist() == [[6, 7], [2, 3]]
-    assert copied(layers, [])[1].shape == (0, 2)
 
 
 # ---- 8-bit pages: how near they are, and what they take

@@ -13,11 +13,10 @@ from support.memory import Pins, resident
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, host_pool
-from kvchat.kv.memory.host_pool import HostPool, gather, layer_bytes, pool_tokens, scatter
+from kvchat.kv.memory.host_pool import HostPool, gather, layer_bytes, pool_tokens
 from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
 
 CPU = torch.device("cpu")
-GiB = 2**30
 
 
 def geometry(layers: int = 2, kv_heads: int = 2, d: int = 16, page: int = 8, dtype=torch.float32, d_v=None) -> Geometry:
@@ -50,23 +49,6 @@ def pool_of(tokens: int, registrar: CudaRegistrar | None = None, **kwargs) -> Ho
 # ---- address space and memory
 
 
-def test_growth_within_the_context_moves_nothing():
-    context = 4992  # whole system pages: nothing is left over
-    pool = pool_of(context)
-    before = [pool.rows(layer).data_ptr() for layer in range(2)]
-    rows, capacities = pool.rows(0), set()
-    written = filled(pool, 100)
-    while pool.total < context:
-        pool.total = min(pool.total + 100, context)
-        assert not pool.reserve(pool.total)
-        capacities.add(pool.capacity)
-    assert not pool.reserve(context + 1), "the token after a full context"
-    assert [pool.rows(layer).data_ptr() for layer in range(2)] == before
-    assert rows.shape == pool.rows(0).shape, "a view made at the start reaches the end"
-    assert len(capacities) > 10
-    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
-
-
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=30), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_its_size_is_that_of_what_it_holds_whichever_way_it_grew(growths, is_pinned):
@@ -89,14 +71,6 @@ def test_beyond_the_context_the_pool_moves_with_what_is_stored():
     assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
     assert old() is None, "the old region is given back"
     assert not pool.reserve(pool.reserved), "twice the address space: the next tokens move nothing"
-
-
-def test_what_is_new_is_zero():
-    pool = pool_of(0)
-    filled(pool, 120)
-    pool.reserve(1000)
-    for layer in pool.layers:
-        assert not layer[15:].any()
 
 
 def test_reported_bytes_are_the_memory_taken_whatever_is_reserved():
@@ -275,21 +249,6 @@ def test_a_refused_segment_makes_the_pool_pageable_until_it_grows_again(fails_at
         assert pins.is_exact(region.bytes.data_ptr(), region.committed)
     for start, new in zip(starts, written, strict=True):
         assert all(same(pool, layer, start, *new[layer]) for layer in range(2))
-
-
-# ---- reading and writing
-
-
-def test_gathering_and_scattering_are_the_views():
-    pool = pool_of(500)
-    written = filled(pool, 60)[1]
-    index = pool.row_index(torch.tensor([3, 40]), torch.tensor([1, 0]))
-    assert torch.equal(gather(pool.rows(1), index), torch.stack((written[0][1, 3], written[0][0, 40])))
-    assert torch.equal(gather(pool.rows(1), index + 8), torch.stack((written[1][1, 3], written[1][0, 40])))
-    block = gather(pool.blocks(1), torch.tensor([2 * (4 * 2 + 1)]))  # page 4, head 1, K
-    assert torch.equal(block.view(8, 16), written[0][1, 32:40])
-    scatter(pool.rows(1), index, torch.ones(2, 16))
-    assert pool.rows(1)[index].eq(1).all()
 
 
 # ---- with a GPU

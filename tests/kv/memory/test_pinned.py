@@ -28,32 +28,6 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
     assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
 
 
-def test_where_the_device_sees_another_address_a_region_is_pinned_in_one_piece():
-    pins, region = Pins(elsewhere=True), PinnedRegion(8 * mmap.PAGESIZE)
-    address = region.bytes.data_ptr()
-    for calls, pages in ((1, 1), (2, 3), (3, 8)):
-        region.commit(pages * mmap.PAGESIZE)
-        region.pin(pins)
-        region.pin(pins)  # there is nothing to do
-        assert pins.held == {address: pages * mmap.PAGESIZE}
-        (seen, _) = pinned.CudaArray(region).__cuda_array_interface__["data"]
-        assert seen == address + calls * 2**40
-
-
-def test_a_refused_segment_is_pinned_with_the_next_one_and_those_before_stay():
-    pins, region = Pins(fails_at=2), PinnedRegion(8 * mmap.PAGESIZE)
-    region.commit(mmap.PAGESIZE)
-    region.pin(pins)
-    region.commit(2 * mmap.PAGESIZE)
-    with pytest.raises(RuntimeError, match="no more memory"):
-        region.pin(pins)
-    assert region.pinned == sum(pins.held.values()) == mmap.PAGESIZE
-    region.commit(5 * mmap.PAGESIZE)
-    region.pin(pins)
-    assert region.pinned == sum(pins.held.values()) == 5 * mmap.PAGESIZE
-    assert not pins.given_back
-
-
 def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
     region, asked = PinnedRegion(4 * 3 * HUGE_PAGE, parts=4), []
     monkeypatch.setattr(pinned, "use_huge_pages", lambda memory: asked.append((memory.data_ptr(), memory.nbytes)))

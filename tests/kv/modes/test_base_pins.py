@@ -12,7 +12,6 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended, attended_counts
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.memory import available
-from kvchat.kv.modes.base import TokenState
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
@@ -27,9 +26,7 @@ def run_of(row: str, on_a_gpu: bool = False) -> Run:
 
 @pytest.mark.parametrize("row", MET)
 def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
-    run = run_of(row)
-    run.prefill(150)
-    run.step(3)
+    run = run_of(row).begun(150, 3)
     run.pin(FIRST + SECOND)
     run.step(10)
     run.check()
@@ -48,16 +45,14 @@ def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync", "sync-resident", "freeze-budget", "full-resident"])
 def test_on_a_gpus_path_too(row):
-    run = run_of(row, on_a_gpu=True)
-    run.prefill(150)
+    run = run_of(row, on_a_gpu=True).begun(150)
     run.pin(FIRST + SECOND)
     run.step(20)
     run.check()
 
 
 def test_they_stay_through_every_switch_and_a_checkpoint():
-    run = run_of("full")
-    run.prefill(170)
+    run = run_of("full").begun(170)
     run.pin(SECOND)
     for row in MET:
         mode, params = ROWS[row]
@@ -75,8 +70,7 @@ def test_they_stay_through_every_switch_and_a_checkpoint():
 
 def test_nothing_is_made_for_what_is_read_anyway():
     for row, positions in (("full", SECOND), ("streaming", [0, 3])):
-        run = run_of(row)
-        run.prefill(150)
+        run = run_of(row).begun(150)
         before = run.kv.state.slots
         run.pin(positions)
         assert run.kv.state.slots is before
@@ -84,8 +78,7 @@ def test_nothing_is_made_for_what_is_read_anyway():
 
 
 def test_without_room_for_their_slots_what_was_pinned_stays(monkeypatch):
-    run = run_of("streaming")
-    run.prefill(150)
+    run = run_of("streaming").begun(150)
     run.pin(FIRST)
 
     def refuse(*given):
@@ -148,7 +141,6 @@ def test_they_stay_through_every_switch_and_are_marked():
     run.switch("streaming", **ROWS["streaming"][1])
     run.step(20)
     assert not bool(attended(run.kv.state, 0)[:, 10:PREAMBLE].any())
-    assert TokenState.PINNED.value == "pinned"
 
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync", "freeze-budget"])

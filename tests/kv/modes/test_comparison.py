@@ -6,7 +6,7 @@ from support.kv_run import Run
 from support.mode_rows import COMPARED, ROWS
 from support.toy_model import toy
 
-from kvchat.config.modes import mode_names, parse, registered
+from kvchat.config.modes import parse
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import take_checkpoint
@@ -31,17 +31,14 @@ def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
 
 
 def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
-    run = Run.of_row("razor", toy(("plain", "plain"), page=8))
-    run.prefill(400)
-    run.step(10)
+    run = Run.of_row("razor", toy(("plain", "plain"), page=8)).begun(400, 10)
     run.check()
     assert run.kv.mode.report().stats["recent"] == 80
 
 
 @pytest.mark.parametrize("row", COMPARED)
 def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
-    run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1))
-    run.prefill(20)
+    run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1)).begun(20)
     told = []
     for _ in range(90):
         run.step()
@@ -49,12 +46,6 @@ def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
     assert not any(exact and not all_read for exact, all_read in told)
     if ROWS[row][0] not in ASKING[:3]:  # those keep whatever is decoded
         assert not told[-1][0]
-
-
-def test_they_are_a_group_of_their_own():
-    compared = {name for name, cls in registered().items() if cls.for_comparison}
-    assert compared == {mode for mode, _ in COMPARED.values()}
-    assert compared.isdisjoint(mode_names())
 
 
 @pytest.mark.parametrize(("mode", "is_given"), [("arkvale", False), ("streaming", True)])
@@ -96,18 +87,19 @@ def test_a_short_prompt_chooses_by_what_it_has_and_none_by_the_last_token():
     run.check()
 
 
-def test_queries_are_put_back_with_what_is_stored():
-    run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64)
-    run.prefill(120)
+def test_queries_are_put_back_with_what_is_stored_and_stay_where_a_prompt_fails_between_two_layers():
+    run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64).begun(120)
     kv = run.kv
     span, rows = kv.state.prompt.span, kv.state.prompt.rows.clone()
     checkpoint = take_checkpoint(kv.state, 100)
     kv.truncate(100)
     assert kv.state.prompt.span == range(88, 100)
-    kv.begin_prefill(1)
-    kv.attention(0, *run.toy.qkv(0, [900], 100), run.toy.specs[0])
+    asked = kv.state.prompt.rows.clone()
+    kv.begin_prefill(40)
+    kv.attention(0, *run.toy.qkv(0, list(range(40)), 100), run.toy.specs[0])
     kv.rollback_prefill()
     assert kv.state.prompt.span == range(88, 100)
+    assert torch.equal(kv.state.prompt.rows, asked)
     kv.restore(checkpoint)
     assert kv.state.prompt.span == span
     assert torch.equal(kv.state.prompt.rows, rows)
@@ -118,30 +110,13 @@ def test_queries_are_put_back_with_what_is_stored():
 @pytest.mark.parametrize("mode", ASKING[:3])
 def test_an_answer_taken_back_in_part_keeps_what_the_prompt_chose(mode):
     """Its last token is read again, as a prompt's are."""
-    run = Run(toy(("plain", "plain"), page=8), mode, budget=64)
-    run.prefill(100)
-    run.step(60)
+    run = Run(toy(("plain", "plain"), page=8), mode, budget=64).begun(100, 60)
     told = run.kv.mode.report()
     run.truncate(149)
     run.prefill(1)
     assert run.kv.mode.report() == told
     run.step(3)
     run.check()
-
-
-@pytest.mark.parametrize("mode", ASKING)
-def test_a_prompt_that_fails_between_two_layers_leaves_what_the_last_one_asked(mode):
-    run = Run(toy(("plain", "plain"), page=8), mode, budget=64)
-    run.prefill(100)
-    run.step(60)
-    kv, rows, stored = run.kv, run.kv.state.prompt.rows.clone(), run.kv.total
-    kv.begin_prefill(40)
-    kv.attention(0, *run.toy.qkv(0, list(range(40)), stored), run.toy.specs[0])
-    kv.rollback_prefill()
-    assert kv.state.prompt.span == range(68, 100)
-    assert torch.equal(kv.state.prompt.rows, rows)
-    kv.truncate(stored - 10)
-    assert kv.mode.report().stats["observed"] == (1 if mode == "h2o" else 32)
 
 
 # ---- budgets

@@ -39,9 +39,7 @@ def test_every_figure_of_a_mode_is_explained(mode):
     """And nothing is explained that no row of the mode reports."""
     reported = set()
     for params in (params for name, params in ROWS.values() if name == mode):
-        run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params)
-        run.prefill(100)
-        run.step(2)
+        run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params).begun(100, 2)
         if run.kv.mode.drafter:
             run.kv.mode.drafter.verified([1, 2], 1)
         run.kv.mode.choice = TokenChoice("100 stored tokens", 1.0, 64)
@@ -73,31 +71,10 @@ def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, head
     run.check()
 
 
-@pytest.mark.parametrize("row", MET)
-def test_windows_caps_and_learned_sinks_are_the_layers_own(row):
-    run = Run.of_row(row, toy(MIXED, page=8))
-    run.prefill(90, chunk=50)
-    run.step(15)
-    run.check()
-
-
-@pytest.mark.parametrize("row", CORE)
-def test_a_long_answer_with_pages_of_32(row):
-    mode, params = ROWS[row]
-    if mode == "speculative":
-        params = {"budget": 160, "sink": 9, "window": 50, **({"tau": 0.7} if "freekv" in row else {})}
-    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=32), mode, **params)
-    run.prefill(250)
-    run.step(40)
-    run.check()
-
-
 @pytest.mark.parametrize(("row", "dtype"), thinned(CORE, [torch.bfloat16, torch.float16]), ids=str)
 def test_half_precision_is_dense_attention_under_the_same_sets(row, dtype):
     """A mode's two core rows in one dtype each; in both in the long form."""
-    run = Run.of_row(row, toy(("plain", "window", "sinks"), page=8, dtype=dtype))
-    run.prefill(120)
-    run.step(20)
+    run = Run.of_row(row, toy(("plain", "window", "sinks"), page=8, dtype=dtype)).begun(120, 20)
     run.check()
 
 
@@ -139,26 +116,10 @@ def test_a_budget_above_the_conversation_is_full_mode(row):
 @pytest.mark.parametrize("row", CORE)
 def test_what_is_read_does_not_depend_on_the_room_that_a_device_is_given(row):
     """On a GPU what grows makes room for 2,048 tokens, on a CPU for 128, here for 24, to grow soon (audit, 5)."""
-    mode, params = ROWS[row]
     made = toy(("plain", "plain"), kv_heads=2, group=1, page=16)
-    runs = [
-        Run(replace(made, geometry=replace(made.geometry, headroom=headroom)), mode, **params)
-        for headroom in (24, 2048)
-    ]
+    runs = [Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=room))) for room in (24, 2048)]
     for act, n in (("prefill", 90), ("step", 20), ("prefill", 40), ("step", 10), ("truncate", 130), ("step", 6)):
         for _ in range(n if act == "step" else 1):
             for run in runs:
                 getattr(run, act)(*(() if act == "step" else (n,)))
             assert all(torch.equal(*(attended(run.kv.state, layer) for run in runs)) for layer in (0, 1))
-
-
-def test_large_sinks_and_windows_outgrow_the_first_capacity():
-    made = toy(("plain", "plain"), kv_heads=1, group=1, page=8)
-    run = Run(made, "speculative", budget=400, sink=140, window=150, tau=0.7)
-    run.prefill(5)
-    run.step(450)
-    run.check()
-    streaming = Run(made, "streaming", budget=220, sink=150, R=8, sigma=4, delta=3)
-    streaming.prefill(5)
-    streaming.step(270)
-    streaming.check()

@@ -7,7 +7,6 @@ from support.kv_steps import as_on_a_gpu
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.inspect import attended
 
 SMALL = {"budget": 80, "sink": 8, "window": 24}
 PAGES = {"unit": "page", "index": "bounds"}
@@ -41,20 +40,17 @@ def test_the_budget_is_shared_out_as_four_sinks_pages_and_a_window_of_a_quarter_
     [({"budget": 64}, 68), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
 )
 def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, enough):
-    run = Run(toy(("plain", "plain")), "speculative", **PAGES, **given)
-    run.prefill(300)
+    run = Run(toy(("plain", "plain")), "speculative", **PAGES, **given).begun(300)
     (badge,) = run.kv.mode.report().badges
     assert badge.startswith("recalls nothing: ")
     assert f"{enough} tokens" in badge
-    again = Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough})
-    again.prefill(300)
+    again = Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough}).begun(300)
     assert (again.kv.mode.k, again.kv.mode.report().badges) == (1, ())
     assert Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough - 1}).kv.mode.k == 0
 
 
 def test_a_small_budget_that_still_reads_everything_warns_of_nothing():
-    run = Run(toy(("plain", "plain")), "speculative", budget=64, **PAGES)
-    run.prefill(40)
+    run = Run(toy(("plain", "plain")), "speculative", budget=64, **PAGES).begun(40)
     assert run.kv.mode.report().badges == ()
 
 
@@ -103,8 +99,7 @@ def test_where_all_candidates_are_pinned_the_rest_is_read():
 
 @pytest.mark.parametrize("tau", [-2.0, 2.0])
 def test_only_the_difference_moves(tau):
-    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
-    run.prefill(200)
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL).begun(200)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
     for _ in range(50):
         before, moved = [set(row) for row in slots.pages[0].tolist()], transfer.totals.moved
@@ -113,24 +108,6 @@ def test_only_the_difference_moves(tau):
         new = sum(len(b - a) for a, b in zip(before, after, strict=True))
         assert transfer.totals.moved - moved == new * slots.geometry.page
     assert 0 < transfer.totals.moved < transfer.totals.wanted
-
-
-def test_nothing_moves_while_every_page_is_chosen():
-    run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24, **PAGES)
-    run.prefill(200)
-    moved = run.kv.state.transfer.totals.moved
-    run.step(8)
-    g = run.toy.geometry
-    # In these eight steps the window begins to leave one page.
-    assert run.kv.state.transfer.totals.moved - moved == g.kv_heads * g.page
-
-
-def test_covers_says_when_a_token_reads_everything():
-    run = Run(toy(("plain", "plain"), page=8), "speculative", tau=0.7, **SMALL)
-    run.prefill(40)
-    for _ in range(60):
-        run.step()
-        assert run.kv.step.exact == bool(attended(run.kv.state, 1).all())
 
 
 def test_refusals_name_the_numbers():
@@ -164,17 +141,3 @@ def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():
     stats = run.kv.mode.report().stats
     assert stats["heads corrected"] == f"{run.reference.corrections / (40 * 2 * 2):.0%}"
     assert stats["mean C"] == pytest.approx(float(torch.stack(cosines).mean()), abs=2e-3)
-
-
-def test_a_step_of_reuse_reads_what_the_step_before_chose():
-    """Two runs differ in their last query only: the last step's sets are the same, the next one's are not."""
-    sets = []
-    for other in (0, 500):
-        run = run_of(-2.0, steps=20)
-        run.fresh += other
-        run.step()
-        last = attended(run.kv.state, 1)
-        run.step()
-        sets.append((last, attended(run.kv.state, 1)))
-    assert torch.equal(sets[0][0], sets[1][0])
-    assert not torch.equal(sets[0][1], sets[1][1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.freeze_run import AT_ONCE, EVERYTHING, GROUP, HEADS, LAYERS, D, FreezeRun, ruled, spec
+from support.freeze_run import AT_ONCE, EVERYTHING, GROUP, HEADS, LAYERS, D, FreezeRun, spec
 from support.kv_steps import decode_step, forward
 
 from kvchat.config.modes import parse
@@ -22,16 +22,14 @@ from kvchat.kv.modes.recovery_levels import LEVELS
 
 def at_once(floor: int = 0, stagger: int = 1, **params) -> FreezeRun:
     """Every token outside the window freezes as soon as the timers allow; nothing is recalled."""
-    with ruled(**{**AT_ONCE, "floor": floor, "stagger": stagger}):
-        return FreezeRun(**{**EVERYTHING, **params})
+    return FreezeRun(rule={**AT_ONCE, "floor": floor, "stagger": stagger}, **{**EVERYTHING, **params})
 
 
 # ---- memory
 
 
 def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
-    run = at_once(score="always", stagger=64)
-    run.prefill(600)
+    run = at_once(score="always", stagger=64).begun(600)
     whole = run.kv.device_bytes
     run.step(300)
     assert run.kv.device_bytes < 0.75 * whole
@@ -55,9 +53,7 @@ def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most)
 
 
 def test_growth_never_fails_a_step_when_everything_returns():
-    run = at_once(score="always")
-    run.prefill(500)
-    run.step(200)
+    run = at_once(score="always").begun(500, 200)
     run.recover("FR")
     assert run.active() == set(range(700))
     run.step(64)
@@ -116,10 +112,7 @@ def read_by_step(run: FreezeRun) -> set[int]:
 
 @pytest.mark.usefixtures("sixteen_a_step")
 def test_a_step_copies_so_many_tokens_the_most_relevant_first_and_says_what_it_read():
-    with ruled(floor=0, stagger=1):
-        run = FreezeRun(**EVERYTHING)
-    run.prefill(300)
-    run.step(40)
+    run = FreezeRun(rule={"floor": 0, "stagger": 1}, **EVERYTHING).begun(300, 40)
     run.recover("FR")
     score, before, moved, told = run.kv.mode.timers.score.clone(), read_by_step(run), [], set()
     for _ in range(30):
@@ -137,21 +130,8 @@ def test_a_step_copies_so_many_tokens_the_most_relevant_first_and_says_what_it_r
 
 @pytest.mark.usefixtures("sixteen_a_step")
 def test_as_published_all_return_at_once():
-    run = FreezeRun(profile="paper")
-    run.prefill(300)
+    run = FreezeRun(profile="paper").begun(300)
     assert max(moved_by_step(run) for _ in range(20)) > 200
-
-
-def test_a_token_that_was_stored_again_is_not_found_in_its_old_slot():
-    run = at_once()
-    run.prefill(150)
-    run.step(30)
-    frozen = set(range(run.kv.total)) - run.active()
-    assert any(position >= 100 for position in frozen)
-    run.truncate(100)
-    run.prefill(60)
-    run.step(20)
-    run.check()
 
 
 def test_a_small_budget_is_refused():
@@ -163,10 +143,7 @@ def test_a_small_budget_is_refused():
 
 
 def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_step_on():
-    with ruled(floor=0, stagger=1):
-        run = FreezeRun(strength=0.05, **EVERYTHING)
-    run.prefill(200)
-    run.step(40)
+    run = FreezeRun(rule={"floor": 0, "stagger": 1}, strength=0.05, **EVERYTHING).begun(200, 40)
     page = next(page for page in range(1, 20) if not set(range(8 * page, 8 * page + 8)) & run.active())
     wanted = set(range(8 * page, 8 * page + 8))
     run.look_for(layer=1, token=8 * page + 3)
@@ -187,10 +164,7 @@ def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monke
     """Also beyond its page, which alone the query names."""
     if not seeks:
         monkeypatch.setattr(freeze_timers, "RETRIEVED", float("inf"))
-    with ruled(floor=0, stagger=4):
-        run = FreezeRun(strength=0.05, tau=1.5)
-    run.prefill(800)
-    run.step(40)
+    run = FreezeRun(rule={"floor": 0, "stagger": 4}, strength=0.05, tau=1.5).begun(800, 40)
     active = run.active()
     token = next(t for t in range(8, 160) if t in active and set(range(t // 8 * 8 + 8, t + 16)) - active)
     run.look_for(layer=1, token=token)
@@ -203,9 +177,7 @@ def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monke
 
 
 def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
-    run = at_once()
-    run.prefill(200)
-    run.step(40)
+    run = at_once().begun(200, 40)
     frozen = set(range(240)) - run.active()
     assert len(frozen) > 100
     run.prefill(30)
@@ -215,9 +187,7 @@ def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
 
 @pytest.mark.parametrize("length", [100, 180])
 def test_a_step_is_exact_if_and_only_if_it_reads_everything(length):
-    with ruled(floor=60, stagger=4):
-        run = FreezeRun(strength=0.5, tau=0.5)
-    run.prefill(length)
+    run = FreezeRun(rule={"floor": 60, "stagger": 4}, strength=0.5, tau=0.5).begun(length)
     exact = []
     for _ in range(80):
         run.step()
@@ -227,9 +197,7 @@ def test_a_step_is_exact_if_and_only_if_it_reads_everything(length):
 
 
 def test_what_the_screen_shows():
-    run = at_once()
-    run.prefill(150)
-    run.step(30)
+    run = at_once().begun(150, 30)
     stats = run.kv.mode.report().stats
     assert stats["frozen now"] == 180 - len(run.active())
     assert stats["restored per step"] > 0
@@ -251,9 +219,7 @@ def test_what_the_screen_shows():
     st.integers(1, 40),
 )
 def test_any_conversation_leaves_a_sound_store(actions, params, page):
-    with ruled(floor=0, stagger=3):
-        run = FreezeRun(strength=1.0, page=page, **params)
-    run.prefill(50)
+    run = FreezeRun(rule={"floor": 0, "stagger": 3}, strength=1.0, page=page, **params).begun(50)
     for action, value in actions:
         if action == "truncate":
             value = max(1, int(run.kv.total * value))
@@ -266,8 +232,7 @@ def test_any_conversation_leaves_a_sound_store(actions, params, page):
 @pytest.mark.parametrize("position", [-1, 0, 31, 32, 150, 383])
 def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeypatch):
     """By queries that point at a page's keys, some of them out of a layer's sight."""
-    run = FreezeRun(windowed=windowed)
-    run.prefill(384)
+    run = FreezeRun(windowed=windowed).begun(384)
     mode, draw = run.kv.mode, torch.Generator().manual_seed(position)
     bounds = mode.bounds.data
     for layer, head in ((x, y) for x in range(bounds.shape[0]) for y in range(bounds.shape[1])):
@@ -278,25 +243,3 @@ def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeyp
     monkeypatch.setattr(freeze, "freeze_loops", lambda: None)
     assert torch.equal(hot, mode._hot_pages(torch.tensor(position)))
     assert bool(hot.any()) == (position >= 0)
-
-
-def test_products_can_be_the_score():
-    run = FreezeRun(profile="paper", score="raw", tau=1.0, k=0.5)
-    run.prefill(60)
-    run.step()
-    scores = run.kv.mode.timers.score[:61]
-    expected = torch.stack([(run.query[i] @ run.keys[i].transpose(1, 2)).abs().mean((0, 1)) for i in range(LAYERS)])
-    assert torch.allclose(scores, expected.mean(0), atol=1e-5)
-    assert run.active() == {j for j in range(61) if scores[j] >= 1.0 or j > 60 - 32}
-
-
-def test_the_budget_holds_at_every_step():
-    run = FreezeRun(tau=0.0, budget=90)
-    run.prefill(300)
-    for _ in range(60):
-        run.step()
-        assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
-    run.prefill(100)
-    run.step(5)
-    assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
-    run.check()

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from support.freeze_run import EARLY, FreezeRun, ruled
+from support.freeze_run import FreezeRun
 from support.grids import pairwise
 
 from kvchat.kv.ops import cpu_ops
 
 
 def run_of(unified: bool, windowed: bool, **params) -> FreezeRun:
-    with ruled(**EARLY):
-        return FreezeRun(strength=1.5, windowed=windowed, unified=unified, **params)
+    return FreezeRun(strength=1.5, windowed=windowed, unified=unified, **params)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +53,7 @@ def test_the_same_tokens_are_read_as_in_slots(params, windowed, compiled, monkey
 
 
 def test_nothing_is_held_twice_and_nothing_moves():
-    here, slots = (run_of(unified, windowed=False) for unified in (True, False))
-    for run in (here, slots):
-        run.prefill(300)
-        run.step(40)
+    here, slots = (run_of(unified, windowed=False).begun(300, 40) for unified in (True, False))
     assert int(here.kv.mode.thawed) > 0
     assert here.kv.state.transfer.moved_bytes() == 0 < slots.kv.state.transfer.moved_bytes()
     assert here.kv.state.slots[0].kv.numel() == 0

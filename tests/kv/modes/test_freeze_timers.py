@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.freeze_reference import Simulation
-from support.freeze_run import AT_ONCE, EARLY, EVERYTHING, FreezeRun, ruled
+from support.freeze_run import AT_ONCE, EVERYTHING, FreezeRun, ruled
 from support.memory_faults import NO_MEMORY, MemoryRunsOut
 
 from kvchat.config.modes import FreezeParameters, parse
@@ -43,13 +43,6 @@ def test_the_papers_tables_and_curve(prompt):
     assert active[269 - prompt] == 119
 
 
-def test_the_papers_curve_at_a_thousand_steps():
-    run = FreezeRun(profile="paper")
-    run.prefill(14)
-    run.step(1000)
-    assert len(run.active()) == 250
-
-
 def test_the_papers_algorithm_holds_after_a_long_prompt():
     """Its tokens all freeze and return in the same steps: none may wait for room (audit, 17)."""
     active = list(simulated(1500, 60))
@@ -77,23 +70,9 @@ def test_the_rule_is_the_simulations(windowed):
     assert {0, 1, 2, 3, 50, 60} <= run.active()
 
 
-def test_first_freezes_are_spread_over_time():
-    left = []
-    for stagger in (1, 8):
-        with ruled(**{**AT_ONCE, "stagger": stagger}):
-            run = FreezeRun(**EVERYTHING)
-            run.prefill(232)
-            run.step(4)
-        left.append(236 - len(run.active()))
-    assert left == [197, 25]
-
-
 def test_all_whose_timer_ran_out_return_at_once():
     """However many they are (audit, 16): no cap decides."""
-    with ruled(**AT_ONCE):
-        run = FreezeRun(**EVERYTHING)
-    run.prefill(1000)
-    run.step(4)
+    run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(1000, 4)
     assert len(run.active()) < 50
     run.step(1)
     assert len(run.active()) > 900
@@ -103,10 +82,7 @@ def test_all_whose_timer_ran_out_return_at_once():
 
 @pytest.mark.parametrize("level", LEVELS[:3])
 def test_each_level_restores_what_it_says(level):
-    with ruled(**AT_ONCE):
-        run = FreezeRun(**EVERYTHING)
-    run.prefill(150)
-    run.step(90)
+    run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(150, 90)
     timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()
@@ -117,19 +93,6 @@ def test_each_level_restores_what_it_says(level):
     if level == "FR":
         assert torch.equal(timers.detections[:240], torch.where(c > 0, c // 2, c))
     run.check()
-
-
-def test_the_table_names_in_order_what_is_not_frozen():
-    timers, table = Timers(FreezeParameters(), torch.device("cpu")), torch.full((12,), EMPTY, dtype=torch.int32)
-    timers.reserve(20)
-    timers.frozen[[1, 2, 5]] = True
-    assert timers.list_awake(8, table) == 5
-    assert table.tolist() == [0, 3, 4, 6, 7] + [EMPTY] * 7
-    timers.frozen[[0, 2]] = torch.tensor([True, False])
-    timers.drop_frozen(table)
-    assert table.tolist() == [EMPTY, 3, 4, 6, 7] + [EMPTY] * 7
-    assert timers.list_awake(9, table) == 2
-    assert table.tolist() == [2, 3, 4, 6, 7, 8] + [EMPTY] * 6
 
 
 def fails(run: FreezeRun, place: int) -> bool:
@@ -153,11 +116,7 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
     if not compiled:
         for module in (freeze, freeze_timers):
             monkeypatch.setattr(module, "freeze_loops", lambda: None)
-    with ruled(**EARLY):
-        run, other = (FreezeRun(strength=1.0, **params) for _ in range(2))
-    for one in (run, other):
-        one.prefill(200)
-        one.step(60)
+    run, other = (FreezeRun(strength=1.0, **params).begun(200, 60) for _ in range(2))
     total, failed = run.kv.total, 0
     before = [tensor[:total].clone() if tensor.dim() else tensor.clone() for tensor in run.kv.mode.timers.states()]
     while fails(run, failed + 1):
@@ -178,10 +137,7 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
 @pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
 def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
     """The timers of the first one went on."""
-    with ruled(**EARLY):
-        run = FreezeRun(strength=1.0, **params)
-    run.prefill(200)
-    run.step(40)
+    run = FreezeRun(strength=1.0, **params).begun(200, 40)
     drawn = run.random.get_state()
 
     def answered(new):
@@ -202,10 +158,7 @@ def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
 
 
 def test_what_another_prompt_begins_with_is_not_what_the_last_one_had():
-    with ruled(**EARLY):
-        run = FreezeRun(strength=1.0)
-    run.prefill(290)
-    run.step(60)
+    run = FreezeRun(strength=1.0).begun(290, 60)
     left = run.active()
     assert left != set(range(350))
     run.truncate(280)

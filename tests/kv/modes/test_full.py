@@ -43,8 +43,7 @@ def test_every_architecture_answers_as_if_all_were_resident(name, monkeypatch):
 
 def test_on_a_cpu_nothing_is_stored_twice():
     made = toy(("plain", "window", "sinks"), page=8, kv_heads=3, d_v=24, unified=True)
-    run = Run(made, "full")
-    run.prefill(90)
+    run = Run(made, "full").begun(90)
     assert run.kv.device_bytes == 0
     keys, values = run.kv.state.host.dense(1, 90)
     region = run.kv.state.host.layers[1]
@@ -59,8 +58,7 @@ def test_on_a_cpu_nothing_is_stored_twice():
 
 
 def test_what_comes_over_the_link_is_counted_and_shown():
-    run = Run(toy(("plain", "window"), page=8), "full", resident=RING)
-    run.prefill(100)
+    run = Run(toy(("plain", "window"), page=8), "full", resident=RING).begun(100)
     before = run.kv.state.transfer.moved_bytes()
     run.step(10)
     g = run.toy.geometry
@@ -77,8 +75,7 @@ def test_what_comes_over_the_link_is_counted_and_shown():
 
 @pytest.mark.parametrize("room", [300, 100, 0])
 def test_what_does_not_fit_stays_on_the_host_and_memory_stops_growing(room, monkeypatch):
-    run = Run(toy(("plain", "plain"), page=8), "streaming", budget=64, sink=4)
-    run.prefill(200)
+    run = Run(toy(("plain", "plain"), page=8), "streaming", budget=64, sink=4).begun(200)
     g = run.toy.geometry
     monkeypatch.setattr(full, "staging_bytes", lambda *_: 0)
     monkeypatch.setattr(full, "PREFILL_WORKSPACE", 0)

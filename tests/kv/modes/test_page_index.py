@@ -77,8 +77,7 @@ def test_bounds_of_a_failed_prefill_are_forgotten(after):
 
 @pytest.mark.parametrize("row", ["freekv", "freekv-blocks", "freekv-bits", "speculative"])
 def test_an_index_of_many_pages_is_made_in_parts(row, monkeypatch):
-    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS[row][0], **ROWS[row][1])
-    run.prefill(203)
+    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS[row][0], **ROWS[row][1]).begun(203)
     index = run.kv.mode.index
     made = index.data.clone()
     monkeypatch.setattr(page_index, "MOST", 3)

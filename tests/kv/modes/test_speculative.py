@@ -9,7 +9,6 @@ from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu, decode_step, forward
 from support.toy_model import Toy, toy
 
-from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes.freekv import FreeKV
@@ -53,18 +52,14 @@ def test_they_choose_what_torch_chooses(dtype, monkeypatch):
     for loops in (True, False):
         if not loops:
             monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
-        run = Run(large(dtype, kv_heads=2, group=3, d_k=64, d_v=64), "speculative", budget=96, window=32)
-        run.prefill(500)
-        run.step(3)
+        run = Run(large(dtype, kv_heads=2, group=3, d_k=64, d_v=64), "speculative", budget=96, window=32).begun(500, 3)
         runs.append([attended(run.kv.state, layer) for layer in range(5)])
     differ = sum(int((one != other).sum()) for one, other in zip(*runs, strict=True))
     assert differ <= (0 if dtype == torch.float32 else 4)  # of equals to rounding either may be read
 
 
 def test_nothing_is_copied_where_the_host_pool_is_read_itself():
-    run = Run(large(), "speculative", budget=96)
-    run.prefill(400)
-    run.step(5)
+    run = Run(large(), "speculative", budget=96).begun(400, 5)
     assert run.kv.state.transfer.totals.moved == 0
     assert run.kv.state.slots[-1].kv.nbytes == 0
     assert run.kv.device_bytes == run.kv.mode.plan(run.kv.state.capacity).device_bytes(run.toy.geometry)
@@ -88,8 +83,7 @@ def test_an_estimate_one_layer_ahead_chooses(on_a_gpu):
                 assert run.kv.wants_ahead
                 run.kv.estimated(layer + 1, other[layer + 1])
             run.kv.attention(layer, *new[layer], run.toy.specs[layer])
-    own = Run(toy(("plain", "plain", "plain"), page=8), "speculative", query="own", **SMALL)
-    own.prefill(200)
+    own = Run(toy(("plain", "plain", "plain"), page=8), "speculative", query="own", **SMALL).begun(200)
     with decode_step(own.kv), forward(own.kv):
         for layer in layers:
             own.kv.attention(layer, other[layer], *new[layer][1:], run.toy.specs[layer])
@@ -109,11 +103,6 @@ def test_a_layer_without_an_estimate_chooses_with_its_own_query():
 @pytest.mark.parametrize("given", [{"tau": 0.7}, {"index": "bounds"}, {"index": "blocks"}, {"profile": "paper"}])
 def test_what_only_freekv_has_asks_for_freekv(given):
     assert isinstance(Run(toy(("plain", "plain")), "speculative", **given).kv.mode, FreeKV)
-
-
-def test_the_papers_profile_is_freekvs():
-    paper = parse("speculative", {"profile": "paper"})
-    assert (paper.index, paper.unit, paper.query, paper.tau, paper.budget) == ("bounds", "page", "last", 0.9, 2048)
 
 
 @pytest.mark.parametrize(

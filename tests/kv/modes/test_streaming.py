@@ -13,7 +13,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build, streaming
-from kvchat.kv.modes.base import ContextPolicy, ModelTraits
+from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.moving_base import MovingBase
 from kvchat.kv.modes.streaming import pruned_length
 from kvchat.kv.rope import rotate
@@ -60,8 +60,7 @@ def lengths_of(run: Run, steps: int) -> list[int]:
     ],
 )
 def test_the_saw_tooth_of_real_steps(params, peak, valley):
-    run = Run(toy(("plain",), kv_heads=1, group=1, page=8), "streaming", budget=64, sink=4, **params)
-    run.prefill(60)
+    run = Run(toy(("plain",), kv_heads=1, group=1, page=8), "streaming", budget=64, sink=4, **params).begun(60)
     first = lengths_of(run, 100)
     assert first[: peak - 60] == list(range(61, peak + 1))
     steady = lengths_of(run, 60)
@@ -70,8 +69,7 @@ def test_the_saw_tooth_of_real_steps(params, peak, valley):
 
 
 def test_a_long_chunk_is_pruned_at_once():
-    run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
-    run.prefill(500)
+    run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4).begun(500)
     assert run.kv.mode.num_cached() == 64 + 8
     assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
 
@@ -85,9 +83,7 @@ def sinks(run):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
     made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
-    run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2)
-    run.prefill(300)
-    run.step(150)
+    run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2).begun(300, 150)
     torch.testing.assert_close(*sinks(run), atol=5e-6, rtol=0)
     assert torch.equal(run.kv.state.slots[0].keys(1)[:, :4], run.keys[1][:, :4])
 
@@ -116,9 +112,7 @@ def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):
 
 def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
     made = toy(("plain",), dtype=torch.bfloat16)
-    run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0)
-    run.prefill(80)
-    run.step(120)
+    run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0).begun(80, 120)
     kept, exact = sinks(run)
     assert float((kept - exact).abs().max()) < 0.05
 
@@ -170,12 +164,6 @@ def test_what_cannot_be_is_refused():
         build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))
 
 
-def test_the_defaults_drop_delta_between_two_tokens_and_sigma_bounds_what_a_prompt_leaves():
-    p = parse("streaming", {"budget": 512})
-    lengths = [pruned_length(length, 512, p.R, p.sigma, p.delta) for length in (512 + p.R, 5000)]
-    assert lengths == [512 + p.R - p.delta, 512 + p.sigma]
-
-
 # ---- Positions beyond the context: bases in steps of half of it, and prompts cut where one begins
 
 
@@ -209,12 +197,3 @@ def test_a_prompt_is_cut_where_the_context_ends_and_a_base_begins(moving):
         total += chunk
         ends.append(total)
     assert ends[:5] == [100, 130, 150, 180, 200]
-
-
-def test_where_the_context_is_final_nothing_is_cut_or_moved():
-    end = ContextPolicy()
-    assert end.is_final
-    assert not MovingBase.is_final
-    assert end.base_of(10**6) == end.begin_prompt(10**6) == 0
-    assert end.prompt_tokens(5) > 10**9
-    assert not end.limits_prompt(10**6)

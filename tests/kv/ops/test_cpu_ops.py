@@ -90,9 +90,7 @@ def test_what_is_read_and_computed_stays_the_references(mode, dtype, monkeypatch
     named = [name for name in vars(cpu_ops).values() if isinstance(name, str) and name.startswith(f"{cpu_ops.LOOPS}.")]
     cpu_ops.awaited.update({name: threading.Event() for name in named})
     name, params = MODES[mode]
-    run = Run(toy(("plain", "plain"), dtype=dtype, unified=True), name, **params)
-    run.prefill(230)
-    run.step(3)
+    run = Run(toy(("plain", "plain"), dtype=dtype, unified=True), name, **params).begun(230, 3)
     while cpu_ops.awaited:
         cpu_ops.awaited.popitem()
         run.step(2)

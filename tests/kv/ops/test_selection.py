@@ -9,7 +9,6 @@ from support.toy_model import toy
 
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import key_codes, selection
 
 HEADS = 3
@@ -119,22 +118,9 @@ def test_pages_of_both_kinds_are_one_conversation_through_every_switch_pinned_me
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "sync", "freeze"])
 def test_steps_that_ask_nothing_read_the_same(row):
-    mode, params = ROWS[row]
-    made = toy(("plain", "plain"), kv_heads=2, group=2, page=8)
-    runs = [EightBitRun(made, mode, **params) for _ in range(2)]
+    runs = [EightBitRun.of_row(row, toy(("plain", "plain"), kv_heads=2, group=2, page=8)) for _ in range(2)]
     for run, path in zip(runs, (lambda kv: None, as_on_a_gpu), strict=True):
         run.prefill(90)
         path(run.kv)
         run.step(15)
         run.check()
-
-
-def test_what_is_empty_and_exact_again_is_the_plain_pool():
-    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), "full")
-    run.prefill(50)
-    run.set(False)
-    run.truncate(0)
-    run.prefill(20)
-    run.step(5)
-    run.check()
-    assert type(run.kv.state.host) is HostPool

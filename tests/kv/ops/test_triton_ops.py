@@ -32,9 +32,8 @@ def with_kernels(run):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("row", CASES)
 def test_sets_and_outputs_are_the_references(row):
-    mode, params = ROWS[row]
     kinds = ("plain", "plain", "window") if row in FIRST.values() else ("plain", "sinks")
-    run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
+    run = with_kernels(Run.of_row(row, toy(kinds, d_k=20, d_v=24, page=8, seed=3)))
     run.prefill(100, chunk=60)
     run.step(6)
     run.prefill(30)
