@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
-
-
-Run = Callable[..., Outcome]
 
 
 CODE = """

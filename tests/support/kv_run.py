@@ -161,9 +161,10 @@ class Run:
         mask = self.reference.reads(layer, query)
         mask[:, self.pins] = True
         mask[:, : self.kv.mode.pinned] = True
-        if spec.window is not None:
-            mask = mask & (torch.arange(total) > total - 1 - spec.window)
+        visible = torch.arange(total) > total - 1 - (spec.window or total)
+        mask = mask & visible
         seen = attended(self.kv.state, layer)
+        assert not self.kv.step.exact or bool(seen[:, visible].all()), f"{where}: a step that is not exact"
         if self.exact:
             for head, token in (seen != mask).nonzero().tolist():
                 does = "reads" if seen[head, token] else "does not read"

@@ -36,18 +36,6 @@ def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
     assert run.kv.mode.report().stats["recent"] == 80
 
 
-@pytest.mark.parametrize("row", COMPARED)
-def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
-    run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1)).begun(20)
-    told = []
-    for _ in range(90):
-        run.step()
-        told.append((run.kv.step.exact, all(bool(attended(run.kv.state, layer).all()) for layer in range(3))))
-    assert not any(exact and not all_read for exact, all_read in told)
-    if ROWS[row][0] not in ASKING[:3]:  # those keep whatever is decoded
-        assert not told[-1][0]
-
-
 @pytest.mark.parametrize(("mode", "is_given"), [("arkvale", False), ("streaming", True)])
 def test_whoever_gives_too_small_a_budget_is_told_of_no_parameter_that_the_mode_lacks(mode, is_given):
     with pytest.raises(UsageError, match="budget = 64") as refused:
