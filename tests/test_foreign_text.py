@@ -4,21 +4,13 @@ import unicodedata
 from typing import get_args
 
 import pytest
-from support.hostile import FORBIDDEN, MARKUP, SEQUENCES, fill
+from support.hostile import FORBIDDEN, MARKUP, fill
 
 from kvchat.foreign_text import visible, visible_fields
 from kvchat.protocol.messages import Event
 from kvchat.thoughts import split, summarize
 
 BIDI_CLASSES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-
-
-@pytest.mark.parametrize("text", SEQUENCES.values(), ids=SEQUENCES)
-def test_no_sequence_stays(text):
-    shown = visible(f"before{text}after")
-    assert shown.startswith("before")
-    assert shown.endswith("after")
-    assert not any(unicodedata.category(character) in ("Cc", "Cf", "Cs") for character in shown)
 
 
 @pytest.mark.parametrize(

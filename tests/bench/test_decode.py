@@ -165,8 +165,6 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
     [
         ({"shape": "llama-3.1-8"}, 'Did you mean "llama-3.1-8b"'),
         ({"baselines": ("dynamc",)}, 'Did you mean "dynamic"'),
-        ({"modes": ("fulll",)}, 'no KV mode "fulll"'),
-        ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2"'),
         ({"change_rates": ("half",)}, 'change rate "half"'),
     ],

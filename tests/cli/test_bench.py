@@ -83,7 +83,7 @@ def test_without_modes_the_standard_ones_have_the_budgets(monkeypatch):
     assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
 
 
-@pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "decode", "prefill", "paper freekv"])
+@pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "decode", "prefill", "peers", "paper freekv"])
 @pytest.mark.parametrize("options", ["--mode fulll", "--mode sync:budget=1", "--mode sync:m"])
 def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, options):
     monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))

@@ -186,9 +186,6 @@ def test_finding_siblings_takes_no_longer_in_a_long_conversation():
     assert conversation.messages.looked <= 5 * 2000
 
 
-# ---- Figures of answers, read from what other versions or a damaged file kept
-
-
 # ---- Comparisons as a table, in words and as files
 
 

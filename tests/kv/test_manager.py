@@ -1,4 +1,4 @@
-"""The kv in every mode: switches, truncation, failures, growth, turns (E8, E10)."""
+"""The kv in every mode: truncation, failures and growth (E8); turns (E10) are in ``modes/test_every_mode.py``."""
 
 from contextlib import suppress
 
@@ -11,7 +11,7 @@ from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import stored_rows
 from support.memory_faults import out_of_memory
-from support.mode_rows import CORE, FIRST, MIXED, ROWS
+from support.mode_rows import CORE, FIRST, ROWS
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError
@@ -142,21 +142,6 @@ def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
             pass
     run.step(20)
     run.check()
-
-
-# ---- E10: turns
-
-
-def test_turns_are_one_prefill_of_the_transcript():
-    turns, once = (Run(toy(MIXED, page=8), "full") for _ in range(2))
-    turns.prefill(50, chunk=20)
-    turns.step(30)
-    turns.prefill(40)
-    turns.step(25)
-    once.prefill(145)
-    assert all(torch.equal(a, b) for a, b in zip(stored_rows(turns.kv), stored_rows(once.kv), strict=True))
-    for a, b in zip(turns.step(), once.step(), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 
 
 def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.kv_run import Run
-from support.mode_rows import COMPARED, ROWS
+from support.mode_rows import COMPARED
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
@@ -49,19 +49,6 @@ def test_the_layers_reported_as_read_whole_are_those_the_model_has():
 
 
 # ---- the queries of a prompt's end
-
-
-@pytest.mark.parametrize("mode", ASKING)
-def test_the_queries_of_a_prompt_choose_also_where_the_mode_is_entered_later(mode):
-    """As a comparison does, which enters the modes one after the other at the end of one prompt."""
-    runs = [Run(toy(("plain", "plain"), page=8), "full"), Run.of_row(mode, toy(("plain", "plain"), page=8))]
-    for run in runs:
-        run.prefill(160, chunk=50)
-    runs[0].switch(mode, **ROWS[mode][1])
-    assert runs[0].kv.mode.report() == runs[1].kv.mode.report()
-    for one, other in zip(*(run.step(3) for run in runs), strict=True):
-        assert torch.equal(one, other)
-    assert runs[0].kv.mode.report().stats["observed"] == min(32, runs[1].kv.mode.window)
 
 
 def test_a_short_prompt_chooses_by_what_it_has_and_none_by_the_last_token():

@@ -71,13 +71,6 @@ def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, head
     run.check()
 
 
-@pytest.mark.parametrize(("row", "dtype"), thinned(CORE, [torch.bfloat16, torch.float16]), ids=str)
-def test_half_precision_is_dense_attention_under_the_same_sets(row, dtype):
-    """A mode's two core rows in one dtype each; in both in the long form."""
-    run = Run.of_row(row, toy(("plain", "window", "sinks"), page=8, dtype=dtype)).begun(120, 20)
-    run.check()
-
-
 @pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20]))
 def test_a_conversation_may_begin_with_less_than_sinks_and_window_and_outgrow_its_room_in_one_answer(row, first):
     """A mode's two core rows begin with one of the lengths each; with all of them in the long form."""
@@ -111,15 +104,3 @@ def test_a_budget_above_the_conversation_is_full_mode(row):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
         assert runs[0].kv.step.exact
     assert all(bool(attended(run.kv.state, layer).all()) for run in runs for layer in (0, 2, 3, 4))
-
-
-@pytest.mark.parametrize("row", CORE)
-def test_what_is_read_does_not_depend_on_the_room_that_a_device_is_given(row):
-    """On a GPU what grows makes room for 2,048 tokens, on a CPU for 128, here for 24, to grow soon (audit, 5)."""
-    made = toy(("plain", "plain"), kv_heads=2, group=1, page=16)
-    runs = [Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=room))) for room in (24, 2048)]
-    for act, n in (("prefill", 90), ("step", 20), ("prefill", 40), ("step", 10), ("truncate", 130), ("step", 6)):
-        for _ in range(n if act == "step" else 1):
-            for run in runs:
-                getattr(run, act)(*(() if act == "step" else (n,)))
-            assert all(torch.equal(*(attended(run.kv.state, layer) for run in runs)) for layer in (0, 1))
