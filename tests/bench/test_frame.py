@@ -14,16 +14,9 @@ from kvchat.errors import DoesNotFitError, UsageError
 CELLS = [{"case": case, "variant": variant} for case in range(2) for variant in ("full", "sync")]
 
 
-def experiment(**changes):
-    fields = {
-        "experiment": "passkey",
-        "what": "numbers",
-        "settings": {"cases": 2, "modes": ("full", "sync")},
-        "methods": methods(["full", "sync"]),
-        "model": {"name": "tiny", "revision": "1"},
-        "environment": {"torch": "2"},
-    }
-    return {**fields, **changes}
+EXPERIMENT = {"experiment": "passkey", "what": "numbers", "settings": {"cases": 2, "modes": ("full", "sync")}}
+EXPERIMENT |= {"methods": methods(["full", "sync"]), "model": {"name": "tiny", "revision": "1"}}
+EXPERIMENT |= {"environment": {"torch": "2"}}
 
 
 class Measured:
@@ -47,11 +40,11 @@ def line(row):
 def test_an_interrupted_measurement_leaves_its_rows_and_another_replaces_them(tmp_path):
     file = tmp_path / "rows.json"
     with pytest.raises(KeyboardInterrupt):
-        Frame(file).measure(experiment(), CELLS, Measured(fails=3), line)
+        Frame(file).measure(EXPERIMENT, CELLS, Measured(fails=3), line)
     assert [(row["case"], row["variant"]) for row in load(file)["rows"]] == [(0, "full"), (0, "sync"), (1, "full")]
     assert "summary" not in load(file)
     again = Measured()
-    result = Frame(file).measure(experiment(), CELLS, again, line, lambda rows: [{"right": (len(rows),)}])
+    result = Frame(file).measure(EXPERIMENT, CELLS, again, line, lambda rows: [{"right": (len(rows),)}])
     assert again.cells == CELLS
     assert [{key: row[key] for key in ("case", "variant")} for row in result["rows"]] == CELLS
     assert result["rows"][0]["value"] == [0, "full"]
@@ -61,14 +54,14 @@ def test_an_interrupted_measurement_leaves_its_rows_and_another_replaces_them(tm
 
 def test_progress_tells_what_is_done_and_how_long_the_rest_takes():
     clock, lines = iter((0.0, 10.0, 20.0, 30.0, 40.0)), []
-    Frame(report=lines.append, clock=lambda: next(clock)).measure(experiment(), CELLS, Measured(), line)
+    Frame(report=lines.append, clock=lambda: next(clock)).measure(EXPERIMENT, CELLS, Measured(), line)
     assert lines == ["[1/4, 30 s left] full", "[2/4, 20 s left] sync", "[3/4, 10 s left] full", "[4/4] sync"]
 
 
 def test_a_refused_cell_is_a_row_with_the_reason_and_the_rest_goes_on(tmp_path):
     file, lines = tmp_path / "rows.json", []
     refusing = Measured(fails=1, error=DoesNotFitError("Too long."))
-    result = Frame(file, lines.append).measure(experiment(), CELLS, refusing, line)
+    result = Frame(file, lines.append).measure(EXPERIMENT, CELLS, refusing, line)
     assert [row.get("refused") for row in result["rows"]] == [None, "Too long.", None, None]
     assert load(file)["rows"] == result["rows"]
     assert lines[1].startswith("[2/4")
@@ -80,7 +73,7 @@ def test_where_nothing_can_be_measured_the_reason_is_raised():
         raise DoesNotFitError(f"Case {cell['case']} is too long.")
 
     with pytest.raises(DoesNotFitError, match="Case 0"):
-        Frame().measure(experiment(), CELLS, refuse, line)
+        Frame().measure(EXPERIMENT, CELLS, refuse, line)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"experiment": "passkey"}), "\x00" * 9, "[" * 99999])
@@ -96,7 +89,7 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
         with pytest.raises(UsageError, match="cannot be read"):
             load(place)
     with pytest.raises(UsageError, match="cannot be written"):
-        Frame(tmp_path).measure(experiment(), CELLS, Measured(), line)
+        Frame(tmp_path).measure(EXPERIMENT, CELLS, Measured(), line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bytes reported are bytes allocated and bytes foretold, in every mode (E11); which free index of a pool is taken."""
+"""Bytes reported are bytes allocated and bytes foretold, in every mode (E11); slots and free indices."""
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from support.memory import resident, tensors_of
 from support.mode_rows import CORE, ROWS
 from support.toy_model import toy
 
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import FreeList
 
 PLAIN = ("plain", "plain")
@@ -44,6 +46,17 @@ def test_device_bytes_stay_flat_once_the_budget_is_full(row):
     if mode == "streaming" and params.get("R") != 0:
         assert grew == 0
     assert grew <= 30 * run.toy.geometry.token_bytes * 2
+
+
+def test_a_truncation_releases_what_follows_and_the_page_it_lies_in():
+    layout = Layout(1, 3, sink=2, window=9, pages=4, shared=False, pinned=3)
+    slots = DeviceSlots(layout, Geometry(3, 8, 4, 16, 8, torch.float32, page=8), torch.device("cpu"))
+    for position in range(30):
+        slots.assign(torch.tensor(position))
+    slots.pages[:] = torch.tensor([0, 1, 2, 3])
+    slots.truncate(25)
+    assert all(sorted(row[row >= 0].tolist()) == [0, 1, 21, 22, 23, 24] for row in slots.table.flatten(0, 1))
+    assert slots.pages.flatten(0, 1).unique(dim=0).tolist() == [[0, 1, 2, EMPTY]]
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
