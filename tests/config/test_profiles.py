@@ -312,7 +312,7 @@ def test_saving_again_keeps_settings_and_comments(nvml):
     assert 'kv.mode = "streaming"   # profiles/rtx-4060-8gb.toml:' in shown("kv.mode")
 
 
-def test_saving_takes_no_setting_away(nvml):
+def test_saving_takes_no_setting_away_and_the_commands_say_which_profile_was_measured(nvml):
     """A profile of measurements applies together with the user's, although its match has more keys."""
     own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n[kv.streaming]\nbudget = 300\n')
     before = resolved()
@@ -320,11 +320,6 @@ def test_saving_takes_no_setting_away(nvml):
     assert resolved() == before
     assert profiles.find("auto").measured.read == 9.0
     assert not profiles.find("auto").problems
-
-
-def test_the_commands_say_which_profile_was_measured(nvml):
-    own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n')
-    profiles.save(Measured(read=9.0, kvchat="0.1.0"))
     measured = "measured.read = 9.0   # profiles/cpu.toml:5 (matched: name)"
     config = CliRunner().invoke(main.app, ["config", "show"]).stdout.splitlines()
     assert config[0].endswith("profiles/mine.toml (matched: name), profiles/cpu.toml (matched: name)")

@@ -147,10 +147,10 @@ def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_ste
     page = next(page for page in range(1, 20) if not set(range(8 * page, 8 * page + 8)) & run.active())
     wanted = set(range(8 * page, 8 * page + 8))
     run.look_for(layer=1, token=8 * page + 3)
-    assert not wanted & set(attended(run.kv.state, 0)[0].nonzero().flatten().tolist())
+    assert not wanted & read_by_step(run)
     assert wanted <= run.active()
     run.step()
-    assert wanted <= set(attended(run.kv.state, 0)[0].nonzero().flatten().tolist())
+    assert wanted <= read_by_step(run)
     left = set()
     for _ in range(6):
         run.step()

@@ -25,7 +25,9 @@ def test_right_kernels_pass_at_heads_of_todays_models(group, d, dtype, device):
     assert verify.kernel_failure(Geometry(1, 2 * group, 2, d, d, dtype), device) == ""
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [torch.float16, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), thinned(sorted({*SHAPES} - {"wide"}), [torch.float16, torch.bfloat16]), ids=str
+)
 def test_right_kernels_pass_at_heads_and_pages_of_any_size(shape, dtype, device):
     assert verify.kernel_failure(geometry_of(shape, dtype), device) == ""
 
