@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.dense_attention import TOLERANCE, dense, rotated
+from support.dense_attention import TOLERANCE, causal, rotated
 from support.tiny_runner import loaded
 
 from kvchat.engine.session import Session
@@ -27,17 +27,6 @@ def drawn(heads: int, group: int, n: int, start: int, d_k: int, d_v: int, dtype:
     shapes = (heads * group, n, d_k), (heads, start + n, d_k), (heads, start + n, d_v)
     # As the model gives them: tokens first in memory, heads first in shape.
     return [torch.randn(n, h, d, generator=random).to(dtype).transpose(0, 1) for h, n, d in shapes]
-
-
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec: AttentionSpec) -> torch.Tensor:
-    keys = torch.arange(k.shape[1])
-    rows = []
-    for i in range(q.shape[1]):
-        mask = keys <= start + i
-        if spec.window is not None:
-            mask &= keys > start + i - spec.window
-        rows.append(dense(q[:, i], k, v, mask.expand(len(k), -1), spec))
-    return torch.stack(rows, 1)
 
 
 def spec_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int) -> AttentionSpec:
@@ -65,7 +54,7 @@ def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap
     kernels = [None, Kernel.SCORES] + [Kernel.MASKED] * plain
     unbounded = plain and (window is None or window >= start + n)
     kernels += [Kernel.FLASH] * unbounded + [Kernel.SPLIT] * (unbounded and width[0] == width[1])
-    wanted = expected(q, k, v, start, spec)
+    wanted = causal(q, k, v, start, spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MASK_BLOCK", block)
         patch.setattr(attention, "SCORE_BLOCK", block)
@@ -141,7 +130,7 @@ def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, spec):
     assert taken <= attention.PREFILL_WORKSPACE + 2 * output.nbytes + padded
     for i in (0, 700, 1499):
         stored = (x[:, : start + i + 1].cpu() for x in (k, v))
-        wanted = expected(q[:, i : i + 1].cpu(), *stored, start + i, layer)
+        wanted = causal(q[:, i : i + 1].cpu(), *stored, start + i, layer)
         assert float((output[:, i : i + 1].cpu().double() - wanted).abs().max()) <= TOLERANCE[dtype]
 
 

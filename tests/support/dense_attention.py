@@ -64,6 +64,23 @@ def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec, othe
     return logits.softmax(1)[:, :tokens]
 
 
+def causal(query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
+    """Compute the attention of tokens from ``start`` on in float64: ``query [H_q, n, d_k]`` -> ``[H_q, n, d_v]``."""
+    group, n = len(query) // len(keys), query.shape[1]
+    keys, values = (stored.double().repeat_interleave(group, 0) for stored in (keys, values))
+    scores = query.double() @ keys.transpose(1, 2) * spec.scaling
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    position, token = torch.arange(start, start + n)[:, None], torch.arange(start + n)
+    closed = token > position
+    if spec.window is not None:
+        closed |= token <= position - spec.window
+    scores = scores.masked_fill(closed, float("-inf"))
+    if spec.sinks is not None:
+        scores = torch.cat((scores, spec.sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+    return scores.softmax(-1)[..., : start + n] @ values
+
+
 def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype, where: str) -> None:
     tolerance = TOLERANCE[dtype]
     error = float((output.double() - expected).abs().max())
