@@ -4,7 +4,7 @@ import pytest
 from support.message import lacks
 
 from kvchat.config import modes
-from kvchat.config.modes import StreamingParameters, registered
+from kvchat.config.modes import SpeculativeParameters, StreamingParameters, registered
 from kvchat.errors import UsageError
 
 
@@ -86,6 +86,12 @@ def test_a_budget_given_elsewhere_does_not_cap_freeze():
     budgets = {mode: modes.effective_params(mode, {}, given).model_dump().get("budget") for mode in modes.mode_names()}
     assert budgets == {"full": None, "freeze": 400, "streaming": 512, "sync": 512, "speculative": 512}
     assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
+
+
+def test_texts_become_numbers():
+    assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
+        SpeculativeParameters(budget=512, tau=0.5, first_full=False)
+    )
 
 
 def test_what_is_left_to_kvchat_is_auto_in_words():

@@ -6,7 +6,10 @@ from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sid
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.ops.triton import recall
+
+HALVES = [torch.float16, torch.bfloat16]
 
 
 def some(seed, device, low, high, *shape):
@@ -47,6 +50,39 @@ def test_pages(shape, dtype, ctas, device):
     assert counts[0] > 3
     still = moved_alike(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, placed, s.counters))
     assert still[0] == 3
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    heads = picked(dtype is torch.float16, g.kv_heads)
+    layout = Layout(0, LAYERS, 5, 100, shared=False, heads=heads)
+    both = sides(g, device, layout, tokens=150)
+    resident = some(1, device, -1, 150, layout.width(g), 70)
+    changes = some(2, device, 0, 3, *resident.shape) == 0
+    placed = torch.where(changes, some(3, device, -1, 150, *resident.shape), resident)
+    table = torch.full((layout.width(g), 100), 12, dtype=torch.int32, device=device)
+
+    def move(side, layer):
+        table[:, :70] = resident
+        side.ops.move_tokens(side.slots[0], layer, 7, placed, table[:, :70], side.counters)
+        assert torch.equal(table[:, :70], placed.int())
+        assert bool((table[:, 70:] == 12).all())
+
+    moved_alike(both, move)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
+    targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
+    positions, taken = some(5, device, 0, 150, 45), some(6, device, 0, 2, 45) == 1
+    for side in both:
+        side.ops.move_shared(side.slots[0], positions, targets, taken)
+    assert torch.equal(both[1].slots[0].kv, both[0].slots[0].kv)
 
 
 def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
@@ -95,7 +131,7 @@ def test_what_is_empty_stays_as_it_is(device):
     assert counters.tolist() == [0, 0]
 
 
-# ---- append: what stock torch operations write, bit for bit
+# ---- append and widen: what stock torch operations write, bit for bit
 
 
 def layouts(heads):
@@ -128,3 +164,18 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
             written.append([*side.host.layers, *of_slots])
         for expected, measured in zip(*written, strict=True):
             assert torch.equal(measured, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bounds_widen(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    expected, measured = (PageBounds(g, device) for _ in range(2))
+    ops = sides(g, device)
+    for side, bounds in zip(ops, (expected, measured), strict=True):
+        bounds.reserve(100)
+        for token, page in enumerate((0, 3, 3, 1, 3)):
+            keys = noise(token, device, dtype, g.kv_heads, g.d_k)
+            side.ops.update_bounds(bounds.of(1), torch.tensor([page], device=device), keys)
+    assert torch.equal(measured.data, expected.data)
+    assert bool((measured.of(1)[:, 3] > -100).all())

@@ -1,12 +1,12 @@
-"""select: scores as in stock torch operations; chosen pages are the best and stay."""
+"""select: scores, heads to correct and open pages as in stock torch operations; chosen pages are the best and stay."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_kv import SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
+from support.random_kv import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
-from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.ops import selection
 from kvchat.kv.ops.selection import Candidates
@@ -34,6 +34,21 @@ def test_page_scores(shape, dtype, device):
     assert not bool(scores.isnan().any())
     exact = expected.ops.page_scores(query.float(), bounds.of(1)[:, :full].float(), 0.3)
     assert_near(scores[:, :, :full], exact, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_to_correct(shape, dtype, device):
+    g = geometry_of(shape, dtype)
+    expected, measured = ops_of(shape, device, dtype)
+    query = noise(1, device, dtype, g.q_heads, g.d_k)
+    turn = torch.linspace(0, 2, g.q_heads, device=device)[:, None]
+    before = (query + turn * noise(2, device, dtype, g.q_heads, g.d_k)).to(dtype)
+    for tau in (-1.0, 0.7, 0.9, 2.0):
+        flags = measured.needs_correction(query, before, tau)
+        assert flags.dtype == torch.bool
+        assert torch.equal(flags, expected.needs_correction(query.float(), before.float(), tau))
+    assert not bool(measured.needs_correction(query, torch.zeros_like(query), -0.5).any())
 
 
 def check_choice(scores, candidates, resident, flagged, placed):
@@ -100,3 +115,15 @@ def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
         placed = ops.choose(noise(0, device, torch.float32, 1, 1, pages), candidates, resident)
         assert bool((placed >= 0).all())
         assert len(calls) == asked
+
+
+def test_open_pages(device):
+    g = geometry_of("odd", torch.float16)
+    layout = Layout(0, LAYERS, 4, 20, pages=7, shared=False)
+    both = sides(g, device, layout)
+    for first, last, layers in ((0, 100, slice(None)), (9, 60, slice(1, 2)), (9, 8, slice(0, 1)), (3, -5, slice(None))):
+        for side in both:
+            (slots,) = side.slots
+            slots.pages.copy_((torch.arange(slots.pages.numel()) * 5 % 13 - 1).view(slots.pages.shape))
+            side.ops.open_pages(slots, layers, first, torch.tensor(last, device=device))
+        assert torch.equal(both[1].slots[0].table, both[0].slots[0].table)
