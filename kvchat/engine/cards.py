@@ -163,12 +163,8 @@ def seconds_with_drafts(setup: Setup, weights_s: float, accepted: float = ACCEPT
     A verification reads everything over the link, nothing on the CPU.
     """
     whole = setup.seconds + setup.saved_seconds
-
-    def of_length(drafts: int) -> float:
-        round_s = drafts * (whole - setup.link_seconds) + whole + drafts * ROW * weights_s
-        return round_s * (1 - accepted) / (1 - accepted ** (drafts + 1))
-
-    return min(map(of_length, LENGTHS))
+    draft = whole - setup.link_seconds + ROW * weights_s
+    return min((whole + n * draft) * (1 - accepted) / (1 - accepted ** (n + 1)) for n in LENGTHS)
 
 
 def _setups(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Setup]:
@@ -183,4 +179,4 @@ def _setups(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterat
             # 8 bits save nothing of what a device holds.
             yield setup
     for mode in MODES:
-        yield auto.setup_of(merged(mode, {}), machine, *model, conversation)
+        yield auto.Costs(machine, *model, conversation).setup(merged(mode, {}), conversation.quantizes)

@@ -271,15 +271,13 @@ class ModelRunner:
         while unread := self.recurrent.unread:
             start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
             try:
-                self.kv.begin_reread(start)
-                positions = torch.arange(start, start + tokens, device=self.model.device)
-                self._run(torch.tensor(unread[:tokens], device=self.model.device), positions, logits=False)
+                with self.kv.rereading(start):
+                    positions = torch.arange(start, start + tokens, device=self.model.device)
+                    self._run(torch.tensor(unread[:tokens], device=self.model.device), positions, logits=False)
                 self.recurrent.commit_reread(tokens)
             except BaseException:
                 self.recurrent.rollback()
                 raise
-            finally:
-                self.kv.end_reread()
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``.

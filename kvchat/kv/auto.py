@@ -138,7 +138,7 @@ def setups(
     machine: Machine, geometry: Geometry, traits: ModelTraits, conversation: Conversation, merged: Merged
 ) -> list[Setup]:
     """All setups to decode at the end of a conversation, the closest to full first."""
-    costs = _Costs(machine, geometry, traits, conversation)
+    costs = Costs(machine, geometry, traits, conversation)
     found = list(_reading_everything(costs, merged(REFERENCE, {})))
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
@@ -148,22 +148,7 @@ def setups(
     return found
 
 
-def setup_of(
-    parameters: ModeParameters,
-    machine: Machine,
-    geometry: Geometry,
-    traits: ModelTraits,
-    conversation: Conversation,
-) -> Setup:
-    """A mode with exactly these parameters at the end of a conversation; what it spills is not counted.
-
-    Raises:
-        KvchatError: it cannot run with them.
-    """
-    return _Costs(machine, geometry, traits, conversation).setup(parameters, conversation.quantizes)
-
-
-def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Setup]:
+def _reading_everything(costs: Costs, parameters: ModeParameters) -> Iterator[Setup]:
     mode, is_given = costs.mode(parameters, costs.apart), getattr(parameters, "resident", None) is not None
     if costs.geometry.unified or not is_given:
         yield from (costs.setup(parameters, quantizes) for quantizes in costs.pages)
@@ -175,7 +160,7 @@ def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[S
             yield from (costs.spilling(parameters, quantizes, resident, staged) for quantizes in costs.pages)
 
 
-def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
+def _choosing(costs: Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
     """Modes that choose what a token reads; a budget that the user gave is the largest.
 
     The list does not depend on the conversation's length, so the setup in force is always in it.
@@ -190,7 +175,7 @@ def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Param
 
 
 @dataclass(frozen=True)
-class _Costs:
+class Costs:
     machine: Machine
     geometry: Geometry
     traits: ModelTraits
@@ -217,20 +202,19 @@ class _Costs:
         return mode
 
     def setup(self, parameters: ModeParameters, quantizes: bool) -> Setup:
-        """A mode whose slots are what a token reads.
+        """A mode whose slots are what a token reads; what it spills is not counted.
 
         Raises:
             KvchatError: the mode cannot run with these parameters.
         """
-        m = self.machine
+        m, g = self.machine, self.geometry
         plan = self.mode(parameters, self.apart).plan(self.conversation.tokens)
         read = plan.device_bytes(self.apart)
         seconds = (m.weights + read) / m.read
         if m.link and (new := m.new.get(parameters.name)):
-            seconds += (
-                new * plan.chosen_bytes(self.geometry) * self._share(quantizes) / m.link
-            )  # an H200 hid a part of it, not all
-        held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
+            chosen = sum(layout.kv_bytes(g, layout.pages * g.page) for layout in plan.layouts)  # slots that come and go
+            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of it, not all
+        held = self.mode(parameters, g).plan(self.capacity).device_bytes(g)
         return Setup(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 
     def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int, staged: int) -> Setup:
@@ -270,16 +254,13 @@ class _Costs:
         c = self.conversation
         return max(0, c.tokens - c.full_precision) if quantizes else c.quantized
 
-    def _on_host(self, quantizes: bool) -> int:
-        g, quantized = self.geometry, self._quantized(quantizes)
-        return g.layers * layer_bytes(g, g.grown(self.conversation.tokens - quantized), g.round_up(quantized))
-
     def _lacks(self, name: str, held: int, quantizes: bool) -> str:
-        m, on_host = self.machine, self._on_host(quantizes)
-        if self.geometry.unified:
+        m, g, quantized = self.machine, self.geometry, self._quantized(quantizes)
+        on_host = g.layers * layer_bytes(g, g.grown(self.conversation.tokens - quantized), g.round_up(quantized))
+        if g.unified:
             on_host += held
         else:
-            needed = held + staging_bytes(self.geometry, self.capacity, CHUNKS[0]) + PREFILL_WORKSPACE
+            needed = held + staging_bytes(g, self.capacity, CHUNKS[0]) + PREFILL_WORKSPACE
             if held and needed > m.device_free:
                 return f"{name} takes {size(needed)} on the device, {size(m.device_free)} are free"
         if on_host > m.host_free * (1 if quantizes else EARLY):

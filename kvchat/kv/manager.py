@@ -203,17 +203,18 @@ class KVManager:
         if self.total > self._began_at:
             self._forget(self._began_at)
 
-    def begin_reread(self, start: int) -> None:
-        """Begin a forward of stored tokens from position ``start`` on, to rebuild the state of layers without K/V.
+    @contextmanager
+    def rereading(self, start: int) -> Iterator[None]:
+        """Let a forward of stored tokens from position ``start`` on rebuild the state of layers without K/V.
 
         It attends exactly to the stored K/V and does not change them.
         """
         self._end_prefill()
         self._reread_from = start
-
-    def end_reread(self) -> None:
-        """End it, also after an error."""
-        self._reread_from = None
+        try:
+            yield
+        finally:
+            self._reread_from = None
 
     def _end_prefill(self) -> None:
         prefill, self._prefill = self._prefill, None
@@ -372,7 +373,15 @@ class KVManager:
             keys = self.mode.context_policy.unbased(layer, keys)
             return self.state.ops.attend_new(query, keys, values, self._reread_from, spec)
         assert self._prefill is not None
-        return self._attend_prefill(self._prefill, layer, query, key, value, spec)
+        self.state.query[layer].copy_(query[:, -1])
+        if self._verified is None:
+            self.state.prompt.note(layer, query)
+        else:
+            self._verified[layer] = query
+        keys, values = self._prefill.extended(layer, key, value)
+        self.mode.prefilled(layer, self.total, keys, values)
+        keys, values = self.mode.context_policy.limited(layer, keys, values)
+        return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
 
     def attend_token(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """``attention`` of a step's token: ``query [H_q, d_k]``, ``key [H, d_k]``, ``value [H, d_v]``."""
@@ -383,20 +392,11 @@ class KVManager:
         parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
-        return self.state.in_model_order(layer, [attended for attended, _ in parts])
-
-    def _attend_prefill(
-        self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
-    ) -> Tensor:
-        self.state.query[layer].copy_(query[:, -1])
-        if self._verified is None:
-            self.state.prompt.note(layer, query)
-        else:
-            self._verified[layer] = query
-        keys, values = prefill.extended(layer, key, value)
-        self.mode.prefilled(layer, self.total, keys, values)
-        keys, values = self.mode.context_policy.limited(layer, keys, values)
-        return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
+        attended = parts[0][0]
+        if len(parts) > 1:  # each of some heads, ``[H, G, d_v]``
+            attended = torch.cat([of_heads for of_heads, _ in parts])
+            attended = attended.index_select(0, self.state.head_orders[layer])
+        return attended.flatten(0, 1)
 
     # ---- inside
 
@@ -454,7 +454,14 @@ def take_checkpoint(state: KVState, start: int) -> Checkpoint:
     Raises:
         DoesNotFitError: the host has no memory for a copy.
     """
-    _check_room(state, start)
+    quantized = state.host.quantized[start // state.geometry.page :]
+    needed, free = sum(map(state.host.page_bytes, quantized)), available.usable(available.host_free())
+    if needed > free:
+        raise DoesNotFitError(
+            "There is not enough RAM for a copy of the conversation.",
+            f"K/V of {state.total - start:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
+            "Free memory, or use a shorter conversation; nothing changed.",
+        )
     state.host.synchronize()
     pages = state.host.copied(start // state.geometry.page)
     control, query = state.control[start : state.total].clone(), state.query.clone()
@@ -478,18 +485,6 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
     state.after_step = checkpoint.after_step
 
 
-def _check_room(state: KVState, start: int) -> None:
-    tokens = state.total - start
-    quantized = state.host.quantized[start // state.geometry.page :]
-    needed, free = sum(map(state.host.page_bytes, quantized)), available.usable(available.host_free())
-    if needed > free:
-        raise DoesNotFitError(
-            "There is not enough RAM for a copy of the conversation.",
-            f"K/V of {tokens:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
-            "Free memory, or use a shorter conversation; nothing changed.",
-        )
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error says that device or host memory ran out."""
     if isinstance(error, OSError):
@@ -509,23 +504,14 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
+        where, held = f"on {kv.state.device}", kv.device_bytes
+        if kv.state.device.type == "cpu":  # all of it is in the host pool
+            where, held = "in RAM", kv.state.host.nbytes
+        shortage = (str(error).splitlines() or ["no more memory"])[0]
+        if asked := ASKED_FOR.search(str(error)):
+            shortage = f"tried to allocate {size(int(asked[1]), 2)} more."
         raise OutOfMemoryError(
             f"Memory ran out while {doing}.",
-            f"The {kv.mode.name} mode holds {_held(kv)} for {kv.total:,} stored tokens: {_shortage(error)}",
+            f"The {kv.mode.name} mode holds {size(held, 2)} of K/V {where} for {kv.total:,} stored tokens: {shortage}",
             "Your conversation is safe. Try a smaller budget or the streaming mode.",
         ) from error
-
-
-def _held(kv: KVManager) -> str:
-    """The size of the K/V where memory ran out; without a GPU all of it is in the host pool."""
-    if kv.state.device.type == "cpu":
-        return f"{size(kv.state.host.nbytes, 2)} of K/V in RAM"
-    return f"{size(kv.device_bytes, 2)} of K/V on {kv.state.device}"
-
-
-def _shortage(error: BaseException) -> str:
-    """The allocation that failed, in the allocator's own words where they are meant for people."""
-    text = str(error)
-    if asked := ASKED_FOR.search(text):
-        return f"tried to allocate {size(int(asked[1]), 2)} more."
-    return (text.splitlines() or ["no more memory"])[0]

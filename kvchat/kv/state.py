@@ -110,12 +110,6 @@ class KVState:
         own = [self.query, self.position, self.control, self.scales, self.sight, self.transfer.counters]
         return [*own, *self.head_orders.values(), *slots, *self.host.graph_buffers()]
 
-    def in_model_order(self, layer: int, parts: list[Tensor]) -> Tensor:
-        """Return a layer's outputs ``[H_q, d_v]``, given those of the heads in each of its slots ``[H, G, d_v]``."""
-        if len(parts) == 1:
-            return parts[0].flatten(0, 1)
-        return torch.cat(parts).index_select(0, self.head_orders[layer]).flatten(0, 1)
-
     # ---- what is stored, between steps only
 
     def truncate(self, tokens: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -111,17 +111,13 @@ class StepTimer:
         if self.times:
             self._spans[kind] = []
 
-    @contextmanager
-    def copying(self, hidden: bool = False) -> Iterator[None]:
+    def copying(self, hidden: bool = False) -> AbstractContextManager[None]:
         """Time the copies queued inside; ``hidden`` if the model's work goes on beside them."""
-        with self._span(total=True, exposed=not hidden):
-            yield
+        return self._span(total=True, exposed=not hidden)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Time for which the current stream waits for copies beside it."""
-        with self._span(total=False, exposed=True):
-            yield
+        return self._span(total=False, exposed=True)
 
     def end_step(self, kind: Hashable) -> None:
         """All of a step of this ``kind`` was queued."""

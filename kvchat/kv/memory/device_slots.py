@@ -186,16 +186,15 @@ class DeviceSlots:
         s, w = self.layout.sink, self.layout.window
         return torch.where(positions < s, self.offset + positions, self.ring + (positions - s) % max(1, w))
 
-    def free_slot(self) -> Tensor:
-        """The index ``[1]`` of an empty slot in an unordered layout; of any slot if all are taken."""
-        empty = self.table[0, 0] == EMPTY
-        return (~empty).sum().view(1) if self.layout.in_place else empty.to(torch.int32).topk(1).indices
-
     def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; the token that was there is released."""
         if not self.n or self.layout.listed:
             return
-        slot = self.free_slot() if self.layout.unordered else self.slot_of(position)
+        if self.layout.unordered:  # an empty one; any if all are taken
+            empty = self.table[0, 0] == EMPTY
+            slot = (~empty).sum() if self.layout.in_place else empty.to(torch.int32).topk(1).indices
+        else:
+            slot = self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
         self.table.index_copy_(2, slot.view(1), entry)
         self.current_slot = slot.view(1)

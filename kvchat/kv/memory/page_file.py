@@ -249,7 +249,9 @@ class PageFile:
                 link = _link(before, body)
                 _write(file, link + body + blocks)
                 if query:
-                    _write(file, _end(link, query, states))
+                    table = [STATE.pack(tokens, len(state), zlib.crc32(state)) for tokens, state in states]
+                    body = query + b"".join(table).ljust(STATES * STATE.size, b"\0")
+                    _write(file, _link(link, body) + body)
                     for _, state in states:
                         _write(file, state)
             except OSError:
@@ -270,23 +272,18 @@ class PageFile:
         file.seek(0)
         link = self._checked_header(file.read(HEADER_BYTES))
         if page > 0:
-            if len(self.links) < page:
-                raise DamagedFileError("pages are missing or of another history")
-            file.seek(self._at(page - 1))
-            link = file.read(LINK_BYTES)
-            if [known.digest for known in self.links[page - 1 : page]] != [link] or os.fstat(
-                file.fileno()
-            ).st_size < self._at(page):
+            known = self.links[page - 1 : page]
+            if known:
+                file.seek(self._at(page - 1))
+                link = file.read(LINK_BYTES)
+            if not known or link != known[0].digest or os.fstat(file.fileno()).st_size < known[0].end:
                 raise DamagedFileError("pages are missing or of another history")
         return link
 
     def _checked_header(self, header: bytes) -> bytes:
         """The link to the first record."""
-        if header != self._header:
-            raise self._difference(header)
-        return blake2b(header, digest_size=LINK_BYTES).digest()
-
-    def _difference(self, header: bytes) -> DamagedFileError:
+        if header == self._header:
+            return blake2b(header, digest_size=LINK_BYTES).digest()
         try:
             if header[: len(MAGIC)] != MAGIC:
                 raise ValueError
@@ -294,8 +291,8 @@ class PageFile:
             found = json.loads(header[len(MAGIC) + 4 :][:length])
             differs = next(name for name, value in self._identity.items() if found.get(name) != value)
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
-            return DamagedFileError("the file is damaged")
-        return (OtherModelError if differs == "model" else DamagedFileError)(f"they are of another {differs}")
+            raise DamagedFileError("the file is damaged") from None
+        raise (OtherModelError if differs == "model" else DamagedFileError)(f"they are of another {differs}")
 
     def record_bytes(self, quantized: bool) -> int:
         """Bytes of a record, of an 8-bit page or of a full-precision one."""
@@ -312,13 +309,6 @@ def blocks_of(blocks: Sequence[Tensor]) -> bytes:
 
 def _link(before: bytes, body: bytes) -> bytes:
     return blake2b(before + body, digest_size=LINK_BYTES).digest()
-
-
-def _end(link: bytes, query: bytes, states: Sequence[tuple[int, bytes]]) -> bytes:
-    """The end after the record with this ``link``, without the bytes of the states."""
-    table = [STATE.pack(tokens, len(state), zlib.crc32(state)) for tokens, state in states]
-    body = query + b"".join(table).ljust(STATES * STATE.size, b"\0")
-    return _link(link, body) + body
 
 
 def _write(file: Any, data: bytes) -> None:

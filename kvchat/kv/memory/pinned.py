@@ -114,16 +114,12 @@ class PinnedRegion:
         first, parts = self.committed, len(self._parts)
         # A write to each system page is what makes it memory; the kernel has cleared it.
         self._parts[:, first // parts : size // parts : mmap.PAGESIZE].zero_()
-        if parts > 1:
-            self._use_huge_pages(first // parts, size // parts)
+        for part in self._parts if parts > 1 else ():  # the huge pages that it completes: a short conversation has none
+            low = first // parts
+            before = (part.data_ptr() + low) % HUGE_PAGE  # bytes of the first that were there already
+            use_huge_pages(part[max(0, low - before) : size // parts])
         self.committed = size
         self._starts.append(first)
-
-    def _use_huge_pages(self, low: int, high: int) -> None:
-        """Ask for those that bytes ``low`` to ``high`` of each part complete: a short conversation has none."""
-        for part in self._parts:
-            before = (part.data_ptr() + low) % HUGE_PAGE  # bytes of the first that were there already
-            use_huge_pages(part[max(0, low - before) : high])
 
     def segments(self, low: int, high: int) -> list[Tensor]:
         """Bytes ``low`` to ``high``, cut where a segment begins."""

@@ -105,10 +105,6 @@ class Plan:
         copied = (layout for layout in self.layouts if not layout.in_place)
         return sum(layout.kv_bytes(geometry, min(tokens, layout.slots(geometry.page))) for layout in copied)
 
-    def chosen_bytes(self, geometry: Geometry) -> int:
-        """Bytes of the slots whose tokens come and go as a mode chooses."""
-        return sum(layout.kv_bytes(geometry, layout.pages * geometry.page) for layout in self.layouts)
-
 
 class TokenState(Enum):
     """The place of a stored token, as seen from the next step."""
@@ -366,13 +362,13 @@ class Mode:
             opened.masked_fill_(self._is_pinned(opened), EMPTY)
 
 
-def everything(geometry: Geometry, first: int, last: int, capacity: int, in_slots: bool = False) -> Layout:
-    """Slots for all tokens of layers ``first`` to ``last``; in unified memory none, unless they must be ``in_slots``.
+def everything(geometry: Geometry, layers: int, capacity: int, in_slots: bool = False) -> Layout:
+    """Slots for all tokens of the first ``layers``; in unified memory none, unless they must be ``in_slots``.
 
     There attention reads the host pool. A mode that will want other slots soon asks for room for these at once.
     """
     in_place = geometry.unified and not in_slots
-    return Layout(first, last, sink=0, window=0 if in_place else capacity, spills=in_place)
+    return Layout(0, layers, sink=0, window=0 if in_place else capacity, spills=in_place)
 
 
 def budget_of(parameters: BudgetParameters, context: int) -> int:

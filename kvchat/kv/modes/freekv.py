@@ -75,7 +75,11 @@ class FreeKV(IndexedMode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
-        self._wholly_pinned = torch.tensor(self._pages_read_anyway(), dtype=torch.int64, device=state.device)
+        p = self.geometry.page
+        read = Counter(position // p for position in self.pins)
+        read[self.sink // p] += self.sink % p
+        pages = [page for page, tokens in read.items() if tokens == p]  # all of whose tokens are pinned or sinks
+        self._wholly_pinned = torch.tensor(pages, dtype=torch.int64, device=state.device)
         self._entered_at = state.steps, state.transfer.totals.corrections
 
     def fill(self, fresh: bool) -> None:
@@ -210,11 +214,6 @@ class FreeKV(IndexedMode):
         """True for heads whose query turned since the last token, bool ``[H]``."""
         return self.state.ops.needs_correction(query, self.state.query[layer], self.tau)
 
-    def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[H, G, page]`` by this query for heads to correct, by the last token's for others; those heads."""
-        corrected = self.needs_correction(layer, query)
-        return self._scores(layer, chosen_by(corrected, query, self.state.query[layer])), corrected
-
     def _correct(self, layer: int, query: Tensor) -> Tensor:
         """Recall now for the heads whose query turned; return the pages' scores."""
         scores = self._scores(layer, query)
@@ -227,12 +226,12 @@ class FreeKV(IndexedMode):
 
     def _choose_late(self, layer: int, query: Tensor) -> None:
         """Choose once instead of twice: by this query for heads that turned, by the last token's for the others."""
+        by = self.state.query[layer]
         if self.tau > -1:
-            scores, corrected = self.late_scores(layer, query)
+            corrected = self.needs_correction(layer, query)
             self._flags.append(corrected)
-        else:
-            scores = self._scores(layer, self.state.query[layer])
-        self._recall(layer, self.choose(layer, scores, self._now))
+            by = chosen_by(corrected, query, by)
+        self._recall(layer, self.choose(layer, self._scores(layer, by), self._now))
         self._open_layer(layer)
 
     def _choose_all(self, candidates: Candidates) -> None:
@@ -259,13 +258,6 @@ class FreeKV(IndexedMode):
     def _open_layer(self, layer: int) -> None:
         index = layer - self.first
         self._open_pages(self.slots, slice(index, index + 1), self._oldest)
-
-    def _pages_read_anyway(self) -> list[int]:
-        """The pages whose tokens are all pinned or sinks."""
-        p = self.geometry.page
-        read = Counter(position // p for position in self.pins)
-        read[self.sink // p] += self.sink % p
-        return [page for page, tokens in read.items() if tokens == p]
 
     def _reads_all(self, tokens: int) -> bool:
         """True if the token decoded as number ``tokens`` reads everything before it."""

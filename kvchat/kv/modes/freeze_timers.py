@@ -58,11 +58,6 @@ def rule_of(parameters: FreezeParameters) -> Rule:
     return rule if parameters.floor is None else replace(rule, floor=parameters.floor)
 
 
-def duration(detections: Tensor, k: float) -> Tensor:
-    """Eq. 3: ``floor(sqrt(c) / k)`` steps, int32."""
-    return (detections.clamp(min=0).double().sqrt() / k).floor().to(torch.int32)
-
-
 def state_bytes(capacity: int) -> int:
     """Bytes of the state of ``capacity`` tokens: three int32, a float32 and a bool each, twice, an int64; counters."""
     return 42 * (capacity + 1) + 16
@@ -220,9 +215,13 @@ class Timers:
         p, index = self.parameters, self._index(table)
         may = (table != EMPTY) & self._may_freeze(index, position + 1, control)
         low = may & (score < p.tau)
-        counts = self._new_counts(self.detections[index], low, score)
+        before = self.detections[index]
+        counts = before + low.to(torch.int32)
+        if self.rule.recalls:  # half of them for a token that is relevant again
+            counts = torch.where((score > p.tau) & (before > 0), before // 2, counts)
+        away = (counts.clamp(min=0).double().sqrt() / p.k).floor().to(torch.int32)  # Eq. 3: floor(sqrt(c) / k) steps
         # With same_step a timer of 1 runs out in the step that sets it: the token does not leave at all.
-        away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
+        away = (away - int(self.rule.same_step)).clamp(min=0)
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.retrieved_above)
 
     def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
@@ -271,11 +270,6 @@ class Timers:
     def wake(self, tokens: Tensor) -> None:
         """Read the tokens of a mask ``[total]`` again."""
         self.frozen[: len(tokens)] &= ~tokens
-
-    def _new_counts(self, c: Tensor, low: Tensor, score: Tensor) -> Tensor:
-        """Detections after this step: one more if ``low``, half if relevant."""
-        counted = c + low.to(torch.int32)
-        return torch.where((score > self.parameters.tau) & (c > 0), c // 2, counted) if self.rule.recalls else counted
 
     def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
         """Of ``leaves [n]`` the least relevant, so many that ``floor`` of the ``awake`` (0-d) tokens are still read."""

@@ -67,7 +67,7 @@ class Full(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if self.resident is None or self.resident >= capacity or self.geometry.unified:
-            return Plan([replace(everything(self.geometry, 0, layers, capacity), sink=self._sink)])
+            return Plan([replace(everything(self.geometry, layers, capacity), sink=self._sink)])
         slots = Layout(0, layers, self._sink, self.resident, spills=True)
         return Plan([replace(slots, staged=self._staging(slots.nbytes(self.geometry)) // self.geometry.page_bytes)])
 

@@ -254,7 +254,7 @@ class IndexedMode(Mode):
 
     def _planned(self, rest: Layout, capacity: int) -> Plan:
         """With ``rest`` for the layers that choose."""
-        full = [everything(self.geometry, 0, self.first, capacity)] if self.first else []
+        full = [everything(self.geometry, self.first, capacity)] if self.first else []
         page_bytes = sum(each.page_bytes for each in self._new_summaries(torch.device("meta")))
         return Plan([*full, rest], self.geometry.pages(capacity) * page_bytes)
 

@@ -153,7 +153,8 @@ class Speculative(IndexedMode):
         if layer in self._begun:
             self.state.transfer.join(self.state.transfer.side_stream(layer))
         else:
-            self._choose(layer, self._chosen_with(layer, query))
+            by = self._estimates.get(layer, query) if self.query == "ahead" else query
+            self._choose(layer, self.state.query[layer] if self.query == "last" else by)
         unread = self._unread.get(layer)
         self.slots.other_part = None if unread is None else lambda: unread
         return False
@@ -185,11 +186,6 @@ class Speculative(IndexedMode):
     def _new_summaries(self, device: torch.device) -> Sequence[PageIndex]:
         means = [ValueMeans(self.geometry, device, self.first)] if self.parameters.rest == "mean" else []
         return [self._new_index(device), *means]
-
-    def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
-        if self.query == "ahead":
-            return self._estimates.get(layer, query)
-        return self.state.query[layer] if self.query == "last" else query
 
     def _begin(self, position: Tensor, stepping: bool) -> None:
         """Prepare to choose for the token at ``position`` (0-d); if ``stepping`` it is stored and read too."""
@@ -228,17 +224,11 @@ class Speculative(IndexedMode):
             self._unread[layer] = unread
 
     def _token_query(self, layer: int, query: Tensor) -> TokenQuery:
-        return TokenQuery(query, self.index.of(layer), self.bits, self.state.scaling(layer), self._means(layer))
-
-    def _means(self, layer: int) -> Tensor | None:
-        """The pages' mean values ``[H, page, d_v]``; None if the part of unread tokens is not joined.
-
-        It is not joined outside a step, if nothing is chosen, with capped scores or with ``rest=none``.
-        """
-        is_capped = self.state.specs[layer].softcap is not None
-        if not self._stepping or not self.k or is_capped or len(self.summaries) == 1:
-            return None
-        return self.summaries[1].of(layer)
+        spec = self.state.specs[layer]
+        # Unread tokens are not joined outside a step, if nothing is chosen, with capped scores or with ``rest=none``.
+        joins = self._stepping and self.k and spec.softcap is None and len(self.summaries) > 1
+        means = self.summaries[1].of(layer) if joins else None
+        return TokenQuery(query, self.index.of(layer), self.bits, spec.scaling, means)
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what the token after those stored reads, itself included in a step."""

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, TokenState, budget_of, refuse_small_budget
 from kvchat.kv.modes.moving_base import MovingBase
 from kvchat.kv.rope import Rotation, cos_sin, rotate
@@ -84,14 +84,18 @@ class Streaming(Mode):
             raise DoesNotFitError(
                 "Streaming cannot re-align this model's sinks.", self.traits.realign_refusal, "Use another mode."
             )
-        self.capacity = self._soft_capacity()
+        p = self.parameters
+        if p.budget is None and p.window is not None:
+            self.capacity = p.window + p.B + (MIN_SINK if p.sink is None else p.sink)
+        else:
+            self.capacity = budget_of(p, self.traits.context)
         self.sink = self._sinks()
         self._refuse_two_capacities()
-        refuse_small_budget(self.name, self.capacity, self.sink, 1 + self.parameters.B)
+        refuse_small_budget(self.name, self.capacity, self.sink, 1 + p.B)
         self._pin_to_sinks()
         self._asked = self.capacity + self.extra_sinks
         self._moving = MovingBase(self.traits.context, self.traits.rotations, self._asked)
-        if self.parameters.R:  # sinks that are re-aligned go on beyond it
+        if p.R:  # sinks that are re-aligned go on beyond it
             self.context_policy = self._moving
         self._fit_context()
 
@@ -110,7 +114,12 @@ class Streaming(Mode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         g = self.geometry
-        self._rotated = self._rotated_layers(state.device)
+        groups: dict[int, tuple[Rotation, list[int]]] = {}
+        for layer, rotation in enumerate(self.traits.rotations):
+            if rotation is not None:
+                groups.setdefault(id(rotation), (rotation, []))[1].append(layer)
+        # Each rotation with its layers, on the device, so that no step has to send them.
+        self._rotated = [(turn, torch.tensor(layers, device=state.device)) for turn, layers in groups.values()]
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
         self.base = torch.zeros_like(self.kept_from)
         self._last = Last(0, 0, 0)
@@ -172,7 +181,10 @@ class Streaming(Mode):
         (slots,) = self.state.slots
         recents = slots.table[..., slots.ring :]
         recents.masked_fill_(recents < self.kept_from, EMPTY)
-        self._note_sink(slots, position)
+        # Keep the canonical key of a decoded sink: a conversation may begin with fewer tokens than sinks.
+        keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
+        row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
+        self.kept_keys.index_copy_(2, row.view(1), keys)
         self._realign()
 
     def report(self) -> ModeReport:
@@ -188,12 +200,6 @@ class Streaming(Mode):
     def _first_kept(self) -> int:
         """``kept_from`` as it will be once the device has done all queued steps."""
         return self._last.kept_from + self._last.dropped * (self.state.total > self._last.at)
-
-    def _soft_capacity(self) -> int:
-        p = self.parameters
-        if p.budget is None and p.window is not None:
-            return p.window + p.B + (MIN_SINK if p.sink is None else p.sink)
-        return budget_of(p, self.traits.context)
 
     @property
     def _overflow(self) -> int:
@@ -238,12 +244,6 @@ class Streaming(Mode):
         p = self.parameters
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 
-    def _note_sink(self, slots: DeviceSlots, position: Tensor) -> None:
-        """Keep the canonical key of a decoded sink: a conversation may begin with fewer tokens than sinks."""
-        keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
-        row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
-        self.kept_keys.index_copy_(2, row.view(1), keys)
-
     def _realign(self) -> None:
         """Put sinks and pinned messages directly before the first kept recent token."""
         (slots,) = self.state.slots
@@ -263,11 +263,3 @@ class Streaming(Mode):
             return self.kept_from - self.sink
         dropped = self.kept_from - self.sink - (self._pins < self.kept_from).sum()
         return (dropped - self._before).clamp(min=0) + self._bases_of_kept
-
-    def _rotated_layers(self, device: torch.device) -> list[tuple[Rotation, Tensor]]:
-        """Each rotation with its layers (int64, on the device, so that no step has to send them)."""
-        groups: dict[int, tuple[Rotation, list[int]]] = {}
-        for layer, rotation in enumerate(self.traits.rotations):
-            if rotation is not None:
-                groups.setdefault(id(rotation), (rotation, []))[1].append(layer)
-        return [(rotation, torch.tensor(layers, device=device)) for rotation, layers in groups.values()]

@@ -68,24 +68,26 @@ class Sync(Mode):
 
     def _set_up(self) -> None:
         self._sinks = 0 if self.parameters.profile == "paper" else SINK
-        self.clusters = self._clusters()
+        heads, calibration = self.geometry.kv_heads, self.traits.calibration
+        measured = calibration.clusters if calibration else default_clusters(heads)
+        self.clusters = min(heads, self.parameters.clusters or measured)
         recent = self._recent()
         self.ring = recent + self.parameters.m - 1
-        heads, led = self.geometry.kv_heads, self.geometry.kv_heads - self.clusters
+        led = heads - self.clusters
         self.mem = self.parameters.mem or max(MEM, (self.clusters + led / FOLLOWER_PART) / heads)
         self.k = 0
         self.split = False
-        if self.clusters == self.geometry.kv_heads:
+        if not led:
             return
         if self.parameters.budget is not None:
             refuse_small_budget(self.name, self.parameters.budget, self._sinks, self.ring, " (window is w + m - 1)")
         else:
-            refuse_small_mem(self.mem, self.geometry.kv_heads, self.clusters)
-        if self.traits.calibration is not None:
+            refuse_small_mem(self.mem, heads, self.clusters)
+        if calibration is not None:
             self.split = True
             self.sink, self.window = self._sinks, recent
             self._pin_to_sinks()
-            self.roles = roles(self.traits.calibration, self.clusters, self.parameters.representatives)
+            self.roles = roles(calibration, self.clusters, self.parameters.representatives)
         self.needs_calibration = not self.split
 
     # ---- slots
@@ -97,13 +99,11 @@ class Sync(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if not self.split:
-            return Plan([everything(self.geometry, 0, layers, capacity, in_slots=self.needs_calibration)])
+            return Plan([everything(self.geometry, layers, capacity, in_slots=self.needs_calibration)])
         held_bytes = layers * self.clusters * self._width(self._most(capacity)) * torch.int64.itemsize
-        return Plan([self._representatives(capacity), self._followers(capacity)], held_bytes)
-
-    def _representatives(self, capacity: int) -> Layout:
         heads = tuple(r.representatives for r in self.roles)
-        return Layout(0, self.geometry.layers, sink=0, window=capacity, heads=heads)
+        representatives = Layout(0, layers, sink=0, window=capacity, heads=heads)
+        return Plan([representatives, self._followers(capacity)], held_bytes)
 
     def _followers(self, capacity: int) -> Layout:
         layers, heads = self.geometry.layers, tuple(r.followers for r in self.roles)
@@ -238,7 +238,9 @@ class Sync(Mode):
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, min(self.k - self._sinks - self.static, before.shape[1]))
         placed = assign_slots(wanted, before, ranked.shape[1])
-        self._fetch(layer, placed, before)
+        if self.parameters.offload:
+            follows = self._follows[layer]
+            self.state.transfer.load_tokens(self.state.slots[1], layer, self.static, placed[follows], before[follows])
         before.copy_(placed)
         self._open(self.state.slots[1], layer, last)
 
@@ -265,11 +267,6 @@ class Sync(Mode):
         best, chosen = ranked.topk(min(k, ranked.shape[1]), -1)
         return chosen.masked_fill(best < 0, EMPTY)
 
-    def _fetch(self, layer: int, placed: Tensor, before: Tensor) -> None:
-        if self.parameters.offload:
-            follows = self._follows[layer]
-            self.state.transfer.load_tokens(self.state.slots[1], layer, self.static, placed[follows], before[follows])
-
     def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
         """Let the followers' attention read what they hold, the sinks, and all tokens after ``last``."""
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
@@ -292,8 +289,10 @@ class Sync(Mode):
         mem = {"mem": self.mem} if self.parameters.budget is None else {}
         params = self.parameters.model_dump() | {"clusters": self.clusters} | mem
         if not self.split:
-            as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
-            return ModeReport(params, {"representative heads": as_full})
+            heads = self.geometry.kv_heads
+            why = "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
+            why = "the model has one" if heads == 1 else why
+            return ModeReport(params, {"representative heads": f"all {heads}: as full ({why})"})
         kept, chosen = self.overlap.tolist()
         stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
@@ -339,16 +338,6 @@ class Sync(Mode):
         """The ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
         return RING if p.budget is None else max(1, min(RING, (p.budget - self._sinks) // 2 - (p.m - 1)))
-
-    def _clusters(self) -> int:
-        heads, calibration = self.geometry.kv_heads, self.traits.calibration
-        wanted = self.parameters.clusters
-        return min(heads, wanted or (calibration.clusters if calibration else default_clusters(heads)))
-
-    def _why_full(self) -> str:
-        if self.geometry.kv_heads == 1:
-            return "the model has one"
-        return "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
 
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:

@@ -9,7 +9,7 @@ begins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from threading import Thread
 from typing import NamedTuple
 
@@ -58,16 +58,16 @@ class HostAttention:
 
         Float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last; valid until the next layer's.
         """
-        work = partial(self._attend_to_asked, layer, slots, spec)
+
+        def work() -> None:
+            self._asked.synchronize()
+            self._attended.copy_(self.attend(layer, self._query, slots.on_cpu, spec))
+
         if pauses:
             pauses[-1](work)
         else:
             work()
         return self._on_device.copy_(self._attended, non_blocking=True)
-
-    def _attend_to_asked(self, layer: int, slots: DeviceSlots, spec: AttentionSpec) -> None:
-        self._asked.synchronize()
-        self._attended.copy_(self.attend(layer, self._query, slots.on_cpu, spec))
 
     def attend(self, layer: int, query: Tensor, tokens: range, spec: AttentionSpec) -> Tensor:
         """``cpu_ops.attended_part`` of ``query [H_q, d_k]`` in host memory over stored ``tokens``."""

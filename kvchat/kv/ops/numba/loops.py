@@ -101,13 +101,12 @@ def widened(_context: Any, number: Any) -> Any:
     """A stored number as float32: bfloat16 is its upper half."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        if number != types.uint16:
+            return arguments[0]
         word = ir.IntType(32)
         return builder.bitcast(builder.shl(builder.zext(arguments[0], word), word(16)), ir.FloatType())
 
-    def as_it_is(_context: Any, _builder: Any, _signature: Any, arguments: Any) -> Any:
-        return arguments[0]
-
-    return types.float32(number), generate if number == types.uint16 else as_it_is
+    return types.float32(number), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -156,14 +155,10 @@ def use_threads(threads: int) -> None:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
-def _start_threads() -> None:
-    """Start numba's threads, one for each processor: OpenMP counts them as torch's number, which stays what it was."""
-    threads = torch.get_num_threads()
-    use_threads(1)
-    torch.set_num_threads(threads)
-
-
-_start_threads()
+# Start numba's threads, one for each processor: OpenMP counts them as torch's number, which stays what it was.
+_torch_threads = torch.get_num_threads()
+use_threads(1)
+torch.set_num_threads(_torch_threads)
 
 
 @numba.njit(fastmath={"contract"})  # type: ignore[untyped-decorator]  # no more, or the two parts of ln 2 become one
