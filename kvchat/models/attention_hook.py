@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -99,11 +98,6 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
 def bound_backend() -> Any:
     """The backend of the running forward; None outside a forward."""
     return _backend.get(None)
-
-
-def layer_numbers(model: Any) -> dict[nn.Module, int]:
-    """The attention modules that have run, with the layer numbers that backends see."""
-    return {module: _layers[module].number for module in model.modules() if module in _layers}
 
 
 def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | None) -> None:
@@ -209,29 +203,23 @@ def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -
 
 
 def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
+    """Note the number and the attention rule of a layer at its first call; later calls pass the same."""
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
         raise _refusal(module, "does not say which layer it belongs to, so the K/V of layers cannot be told apart")
-    home, spec = _homes.get(module), _spec_of(module, d_k, kwargs)
-    if home is not None and spec.sinks is not None:
-        spec = replace(spec, sinks=spec.sinks.to(home))
-    layer = _layers[module] = Layer(number, spec, home=home)
-    return layer
-
-
-def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:
-    """The attention rule of a layer, read from its first call; later calls pass the same."""
     if kwargs.get("dropout"):
         raise _refusal(module, "drops attention weights at random: the model is in training mode")
     if getattr(module, "is_causal", True) is False:
         raise _refusal(module, "attends to later tokens")
-    scaling = kwargs.get("scaling")
-    return AttentionSpec(
+    home, scaling, sinks = _homes.get(module), kwargs.get("scaling"), kwargs.get("s_aux")
+    spec = AttentionSpec(
         scaling=d_k**-0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
+        sinks=sinks if home is None or sinks is None else sinks.to(home),
     )
+    layer = _layers[module] = Layer(number, spec, home=home)
+    return layer
 
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -374,7 +362,7 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
 
 def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
     """Pairs of consecutive decoder layers, with the number of the attention layer in the second."""
-    numbers = layer_numbers(model)
+    numbers = {module: _layers[module].number for module in model.modules() if module in _layers}
     found = []
     for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         for before, after in zip(stack, list(stack)[1:], strict=False):

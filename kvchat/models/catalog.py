@@ -84,8 +84,9 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
     top = Path(os.path.expanduser(folder))
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
-        names = (name for name in sorted(files) if _is_model(name) or _has_no_suffix(here / name))
-        yield from (_of_gguf(str(here / name), "GGUF", here / name) for name in names)
+        for name in sorted(files):  # other programs store GGUF files without a suffix
+            if _is_model(name) or ("." not in name and gguf_file.is_gguf(here / name)):
+                yield _of_gguf(str(here / name), "GGUF", here / name)
         is_model = CONFIG in files and any(here.glob(WEIGHTS))
         if is_model:
             yield _of_folder(str(here), "folder", here)
@@ -136,11 +137,6 @@ def is_hub_name(name: str) -> bool:
 
 def _is_model(file: str) -> bool:
     return file.lower().endswith(GGUF) and not file.startswith(ENCODER) and gguf_file.part(Path(file)) < 2
-
-
-def _has_no_suffix(file: Path) -> bool:
-    """True for a GGUF file without a suffix, as other programs store them."""
-    return "." not in file.name and gguf_file.is_gguf(file)
 
 
 def _with_problem(read: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:
@@ -230,13 +226,14 @@ def folders_of_others() -> list[Path]:
     cache = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
     llama = os.environ.get("LLAMA_CACHE") or f"{cache}/llama.cpp"
     usual = ["~/models", "~/.lmstudio/models", "~/.cache/lm-studio/models", llama]
-    return [path for path in map(_expanded, usual) if path.is_dir()]
+    return [path for path in (Path(os.path.expanduser(name)) for name in usual) if path.is_dir()]
 
 
 def ollama() -> Iterator[tuple[str, Path]]:
     """Ollama's models: each name, with ``OLLAMA`` before it, and its GGUF file, which has no suffix."""
     given = os.environ.get("OLLAMA_MODELS")
-    for folder in map(_expanded, [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]):
+    for name in [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]:
+        folder = Path(os.path.expanduser(name))
         manifests = folder / "manifests"
         for place in sorted(Path(below, file) for below, _, files in os.walk(manifests) for file in files):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -270,7 +267,3 @@ def _blob(folder: Path, manifest: Path) -> Path:
     if not digest or not blob.is_file():
         raise ValueError(manifest)
     return blob
-
-
-def _expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name))

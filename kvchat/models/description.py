@@ -230,7 +230,15 @@ def resolve_device(device: str) -> torch.device:
         raise UsageError(f'kvchat does not run on "{device}".', "", "Use auto, cpu, cuda or cuda:0.")
     if resolved.type == "cpu":
         return torch.device("cpu")
-    return _cuda_device(device, resolved.index or 0)
+    index, there = resolved.index or 0, torch.cuda.device_count()
+    if index < there:
+        return torch.device("cuda", index)
+    if torch.cuda.is_available():
+        why, hint = f"This machine has {count(there, 'GPU')}.", "Use one of these, or auto."
+    else:
+        why = f"{'torch was built without CUDA' if torch.version.cuda is None else 'torch finds no CUDA GPU'}."
+        hint = "Use auto or cpu."
+    raise UsageError(f'There is no device "{device}".', why, hint)
 
 
 def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
@@ -287,19 +295,6 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
 
 def _overflows(config: Any) -> bool:
     return str(config.get_text_config(decoder=True).model_type).startswith(OVERFLOWING)
-
-
-def _cuda_device(given: str, index: int) -> torch.device:
-    if index < torch.cuda.device_count():
-        return torch.device("cuda", index)
-    if not torch.cuda.is_available():
-        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
-        raise UsageError(f'There is no device "{given}".', f"{why}.", "Use auto or cpu.")
-    raise UsageError(
-        f'There is no device "{given}".',
-        f"This machine has {count(torch.cuda.device_count(), 'GPU')}.",
-        "Use one of these, or auto.",
-    )
 
 
 def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,9 @@ def of_file(path: Path, name: str) -> Any:
         raise unreadable(name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # of unpacked weights; the file's blocks have no dtype
     if hasattr(config, "query_pre_attn_scalar"):  # transformers always takes 256, the value of most models
-        config.query_pre_attn_scalar = _gemma_scalar(config)
+        is_27b = GEMMA_27B.get(config.model_type) == config.num_hidden_layers
+        heads_size = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = int(heads_size if is_27b else config.head_dim)
     apply(read(file), config, name)
     return config
 
@@ -93,7 +96,7 @@ def fed(file: GgufFile) -> Iterator[None]:
     import gguf
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: _Reader(file), lru_cache(own[1])
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: _reader(file), lru_cache(own[1])
     try:
         yield
     finally:
@@ -143,10 +146,6 @@ def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value and name in known}
 
 
-class _Named(NamedTuple):
-    name: str
-
-
 class _Field(NamedTuple):
     """A value as the gguf package gives it."""
 
@@ -158,19 +157,19 @@ class _Field(NamedTuple):
         return range(len(self.parts))
 
 
-class _Reader:
-    """The part of the gguf package's reader that transformers uses."""
+def _reader(file: GgufFile) -> SimpleNamespace:
+    """The part of the gguf package's reader that transformers uses.
 
-    def __init__(self, file: GgufFile) -> None:
-        kept = {key: value for key, value in file.values.items() if not _is_withheld(key, value)}
-        self.fields = {key: _field(value) for key, value in kept.items()}
-        self.tensors = [_Named(one.name) for one in file.tensors]
-
-
-def _is_withheld(key: str, value: Any) -> bool:
-    """True for values that slow transformers down or mislead it, as the name of a Llama that is called mistral."""
-    is_list = key.startswith(LISTS) and isinstance(value, tuple)
-    return is_list or key == "general.name" or ".rope.scaling." in key  # ``apply`` sets the scaling
+    Left out are values that slow transformers down or mislead it, as the name of a Llama that is called mistral.
+    """
+    fields = {
+        key: _field(value)
+        for key, value in file.values.items()
+        if not (key.startswith(LISTS) and isinstance(value, tuple))
+        and key != "general.name"
+        and ".rope.scaling." not in key  # ``apply`` sets the scaling
+    }
+    return SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=one.name) for one in file.tensors])
 
 
 def _field(value: Any) -> _Field:
@@ -182,13 +181,6 @@ def _field(value: Any) -> _Field:
         return _Field([np.frombuffer(encoded, np.uint8)], [gguf_file.TEXT])
     kind = {bool: 7, int: 11, float: 12}[type(value)]
     return _Field([np.array([value])], [kind])
-
-
-def _gemma_scalar(config: Any) -> int:
-    """The number whose square root divides a Gemma's scores."""
-    if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
-        return int(config.hidden_size // config.num_attention_heads)
-    return int(config.head_dim)
 
 
 class Scaling(NamedTuple):

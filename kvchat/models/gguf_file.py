@@ -9,7 +9,6 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -98,7 +97,10 @@ class GgufFile:
     @property
     def layer_bits(self) -> float:
         """Average bits per element of the layers' matrices; 0 if there are none."""
-        return layer_bits(self.tensors)
+        matrices = [one for one in self.tensors if len(one.shape) > 1 and one.name.startswith(LAYER)]
+        elements = [math.prod(one.shape) for one in matrices]
+        stored = sum(number * type_of(one.kind)[1] for number, one in zip(elements, matrices, strict=True))
+        return stored / max(1, sum(elements))
 
     @property
     def no_model(self) -> str:
@@ -135,14 +137,6 @@ def type_of(kind: int) -> tuple[str, float]:
     """The name of a tensor's type and its bits per element; ``UNKNOWN_BITS`` for an unknown type."""
     name, elements, nbytes = TYPES.get(kind, (f"type {kind}", 8, UNKNOWN_BITS))
     return name, 8 * nbytes / elements
-
-
-def layer_bits(tensors: Sequence[Tensor]) -> float:
-    """Average bits per element of the layers' matrices; 0 if there are none."""
-    matrices = [one for one in tensors if len(one.shape) > 1 and one.name.startswith(LAYER)]
-    elements = [math.prod(one.shape) for one in matrices]
-    stored = sum(number * type_of(one.kind)[1] for number, one in zip(elements, matrices, strict=True))
-    return stored / max(1, sum(elements))
 
 
 def read(path: Path) -> GgufFile:
@@ -207,7 +201,9 @@ def _read(path: Path, size: int, written: int) -> GgufFile:
         if expected not in (None, len(first.tensors)):
             raise ValueError(f"its {parts} parts have {len(first.tensors):,} of {expected:,} tensors")
     for one in first.paths:
-        _check_end(one, [each for each in first.tensors if each.path == one])
+        end = max((tensor.start + tensor.nbytes for tensor in first.tensors if tensor.path == one), default=0)
+        if (absent := end - one.stat().st_size) > 0:
+            raise ValueError(f"bytes missing at its end: {absent:,}")
     return first
 
 
@@ -232,12 +228,6 @@ def _read_part(path: Path) -> GgufFile:
                 return _Walk(path, mapped).file()
             except (struct.error, IndexError) as error:
                 raise ValueError("it ends in the middle of a table") from error
-
-
-def _check_end(path: Path, tensors: Sequence[Tensor]) -> None:
-    absent = max((one.start + one.nbytes for one in tensors), default=0) - path.stat().st_size
-    if absent > 0:
-        raise ValueError(f"bytes missing at its end: {absent:,}")
 
 
 class _Walk:

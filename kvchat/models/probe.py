@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,18 +328,13 @@ def stepwise(
 
 
 def _reference(model: Any, ids: Tensor) -> Tensor:
-    with torch.inference_mode(), _eager(model):  # the model counts positions itself: a few begin at 2
-        logits: Tensor = model(ids[None], use_cache=False).logits[0]
-    return logits.float()
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
     model.set_attn_implementation("eager")
     try:
-        yield
+        with torch.inference_mode():  # the model counts positions itself: a few begin at 2
+            logits: Tensor = model(ids[None], use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(attention_hook.NAME)
+    return logits.float()
 
 
 def logits_tolerance(model: Any) -> float:

@@ -343,8 +343,13 @@ def check(described: ModelDescription, quantize: str) -> None:
         _check_shares(described, quantize)
     elif described.loaded_bytes(quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
-    if repacking.needs_full_dequantization(described, quantize):
-        _check_unpacked(described)
+    unpacked, free = described.loaded_bytes("none"), available.host_free()
+    if repacking.needs_full_dequantization(described, quantize) and unpacked > free:
+        raise DoesNotFitError(
+            f"{described.location.name} does not fit in this machine's memory while it is loaded.",
+            f"Unpacked, its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
+            "Use the unquantized safetensors with --quantize, or free memory. --force loads it anyway.",
+        )
 
 
 def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
@@ -381,14 +386,3 @@ def _packed(described: ModelDescription, room: int) -> str:
     """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights fit into ``room`` bytes; else ""."""
     fitting = ((name, nbytes) for name, nbytes in described.by_quantization().items() if nbytes <= room)
     return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
-
-
-def _check_unpacked(described: ModelDescription) -> None:
-    """Refuse weights that do not fit this machine's memory while they are unpacked, to be packed again."""
-    unpacked, free = described.loaded_bytes("none"), available.host_free()
-    if unpacked > free:
-        raise DoesNotFitError(
-            f"{described.location.name} does not fit in this machine's memory while it is loaded.",
-            f"Unpacked, its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
-            "Use the unquantized safetensors with --quantize, or free memory. --force loads it anyway.",
-        )

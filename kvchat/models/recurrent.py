@@ -199,17 +199,13 @@ class RecurrentState:
         if self._cache is None or not self._is_torn:
             return
         self._cache.reset()
-        if self._snapshots:
-            self._copy_back(self._snapshots[-1], device)
-        self._is_torn = False
-
-    def _copy_back(self, snapshot: Snapshot, device: torch.device) -> None:
-        for (at, kind, number), saved in snapshot.tensors.items():
+        for (at, kind, number), saved in self._snapshots[-1].tensors.items() if self._snapshots else ():
             layer = self._layers[at]
             if getattr(layer, kind)[number] is None:  # no forward has run in this process yet
                 layer.lazy_initialization(**{kind: saved.to(device)}, state_idx=number)
             getattr(layer, kind)[number].copy_(saved)
             layer.has_previous_state[number] |= kind == CONVOLVED
+        self._is_torn = False
 
     @property
     def _last(self) -> int:

@@ -57,7 +57,13 @@ def model_class(config: Any) -> tuple[Any, Any]:
     Raises:
         ModelError: there is none, or kvchat cannot run it.
     """
-    _check_generates(config)
+    for name in getattr(config, "architectures", None) or ():
+        if "Classification" in name:  # transformers would read it as a language model of the same type
+            raise ModelError(
+                f"{name} is not a chat model.",
+                "Its config.json names a classifier, which generates no text.",
+                "Choose a chat model.",
+            )
     found = find(config)
     if found is None:
         raise ModelError(
@@ -94,17 +100,6 @@ def refusal(config: Any, model_class: Any) -> str | None:
     if not getattr(text, "max_position_embeddings", None):
         return "Its configuration does not say how many tokens it can read"
     return None
-
-
-def _check_generates(config: Any) -> None:
-    """Refuse a classifier's checkpoint, which transformers would read as a language model of the same type."""
-    for name in getattr(config, "architectures", None) or ():
-        if "Classification" in name:
-            raise ModelError(
-                f"{name} is not a chat model.",
-                "Its config.json names a classifier, which generates no text.",
-                "Choose a chat model.",
-            )
 
 
 def _needed_besides_text(model_class: Any) -> list[str]:
@@ -310,14 +305,11 @@ def find(config: Any) -> tuple[Any, Any] | None:
 
 def note(config: Any) -> str:
     """A note to the user that only the text part of a checkpoint is used; "" if it has no other part."""
-    parts = [name for name in config.sub_configs if name != "text_config" and _is_model(getattr(config, name, None))]
-    kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
+    # DBRX also has sections for parts of its layers, without a model type.
+    types = {name: getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs}
+    parts = [name.removesuffix("_config") for name, kind in types.items() if kind and name != "text_config"]
+    kinds = " and ".join(sorted(parts))
     return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
-
-
-def _is_model(part: Any) -> bool:
-    """True for the configuration of a model; DBRX also has sections for parts of its layers, without a model type."""
-    return bool(getattr(part, "model_type", ""))
 
 
 def _inherited(config: Any, text: Any) -> Any:
@@ -359,7 +351,9 @@ def _without_encoders(model_class: Any) -> Any:
             _set_encoders_eager(config)
             super().__init__(config, *args, **kwargs)
             _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
-            _remove_vision_experts(self.get_decoder())
+            for module in list(self.get_decoder().modules()):
+                if hasattr(module, VISION_EXPERTS):
+                    setattr(module, VISION_EXPERTS, _without_tensors(getattr(module, VISION_EXPERTS)))
 
     TextPart.__name__ = TextPart.__qualname__ = model_class.__name__
     TextPart.__module__ = model_class.__module__
@@ -383,12 +377,6 @@ def _keep_only(module: nn.Module, kept: set[Any]) -> None:
             setattr(module, name, _Stub())
         else:
             _keep_only(child, kept)
-
-
-def _remove_vision_experts(decoder: nn.Module) -> None:
-    for module in list(decoder.modules()):
-        if hasattr(module, VISION_EXPERTS):
-            setattr(module, VISION_EXPERTS, _without_tensors(getattr(module, VISION_EXPERTS)))
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:

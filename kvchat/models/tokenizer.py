@@ -177,7 +177,9 @@ class _Vocabulary:
             raise self._refusal(f"It has {len(self.tokens):,} tokens but types for {len(self.types):,}.")
         self.special = {key: id for key, named in SPECIAL.items() if (id := self._id(named)) is not None}
         self.ends = dict.fromkeys(id for named in ENDS if (id := self._id(named)) is not None)
-        self._check_rows()
+        rows = next((one.shape[0] for one in file.tensors if one.name == EMBEDDINGS), len(self.tokens))
+        if len(self.tokens) > rows:
+            raise self._refusal(f"It has {len(self.tokens):,} tokens and embeddings for {rows:,}.")
 
     def tokenizer(self) -> tuple[Tokenizer, list[str]]:
         """The tokenizer, and notes for the user."""
@@ -187,8 +189,10 @@ class _Vocabulary:
         else:
             built, notes = self._sentencepiece(ids), []
         self._add_special(built)
-        if self._flag("add_bos_token", self.kind == SPM or self.pre in BEGIN):
-            self._begin_with_bos(built)
+        bos = self.special.get("bos_token")
+        if bos is not None and self._flag("add_bos_token", self.kind == SPM or self.pre in BEGIN):
+            start = self.tokens[bos]
+            built.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[(start, bos)])
         return built, notes
 
     def _byte_level(self, ids: dict[str, int]) -> tuple[Tokenizer, list[str]]:
@@ -257,17 +261,6 @@ class _Vocabulary:
             got = built.encode(text, add_special_tokens=False).ids
             if len(got) != 1 or self.tokens[got[0]] != text:
                 raise self._refusal(f"Its token {text!r} is read as {len(got)} tokens.")
-
-    def _begin_with_bos(self, built: Tokenizer) -> None:
-        if (bos := self.special.get("bos_token")) is not None:
-            token = self.tokens[bos]
-            built.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
-
-    def _check_rows(self) -> None:
-        """Refuse a vocabulary with more tokens than the embeddings have rows."""
-        rows = next((one.shape[0] for one in self._file.tensors if one.name == EMBEDDINGS), len(self.tokens))
-        if len(self.tokens) > rows:
-            raise self._refusal(f"It has {len(self.tokens):,} tokens and embeddings for {rows:,}.")
 
     def _id(self, named: str) -> int | None:
         default = SPM_SPECIAL.get(named) if self.kind == SPM else None

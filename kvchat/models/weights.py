@@ -125,7 +125,9 @@ class Weights:
         """Bytes once they are loaded, by possible quantization; weights that stay packed have only their own."""
         if self.stays_packed(place):
             return {self.method: self.loaded_bytes("none", dtype, place)}
-        possible = [name for name in CHOICES[place.device] if name != "int4" or _multiplies_int4(dtype, place)]
+        has_int4 = dtype == "bfloat16" and (place.capability or INT4_CAPABILITY) >= INT4_CAPABILITY
+        has_int4 = has_int4 or place.device == "cpu"
+        possible = [name for name in CHOICES[place.device] if name != "int4" or has_int4]
         if self.is_unpacked(place):
             possible = [name for name in possible if name in OF_UNPACKED]
         return {name: self.loaded_bytes(name, dtype, place) for name in possible}
@@ -168,17 +170,12 @@ class Weights:
         if stays and part.packed:
             return IN_FILE
         if part.kind == HEAD or (part.kind == EMBEDDING and not self._of(HEAD)):
-            return "int8" if self._packs_head(quantize, place) else "none"
+            in_8_bits = self.quantization == "int8" if stays else quantize in ("int8", "int4")  # as the layers are
+            return "int8" if in_8_bits and place.device == "cpu" else "none"
         is_packed = part.kind == LINEAR or (
             part.kind == EXPERT and self.packs_experts and place.device == "cpu" and quantize != "nf4"
         )
         return quantize if is_packed and not stays and _fits(part, quantize, place) else "none"
-
-    def _packs_head(self, quantize: str, place: Place) -> bool:
-        """True if the head is packed in 8 bits when the layers are in ``quantize``."""
-        if place.device != "cpu":
-            return False
-        return self.quantization == "int8" if self.stays_packed(place) else quantize in ("int8", "int4")
 
 
 def _fits(part: Part, quantize: str, place: Place) -> bool:
@@ -186,10 +183,6 @@ def _fits(part: Part, quantize: str, place: Place) -> bool:
         on_cpu = part.rows % INT4_ROWS == part.columns % GROUP == 0
         return on_cpu if place.device == "cpu" else part.columns % GPU_GROUP == 0
     return part.kind == LINEAR or part.rows * part.columns % STACKED == 0
-
-
-def _multiplies_int4(dtype: str, place: Place) -> bool:
-    return place.device == "cpu" or (dtype == "bfloat16" and (place.capability or INT4_CAPABILITY) >= INT4_CAPABILITY)
 
 
 def _bytes(part: Part, packing: str, item: int, place: Place) -> int:

@@ -250,11 +250,12 @@ def _check(model: Any, plain: Tensor) -> None:
 
 def rms_norm(module: Any) -> Norm | None:
     """The RMSNorm that ``module`` computes: ``x / rms(x)`` times weight, or times 1 + weight as in Gemma; else None."""
-    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
         not isinstance(weight, Tensor)
         or weight.dim() != 1
-        or eps is None
+        or not isinstance(eps, float)
         or len([*module.parameters(recurse=False)]) != 1
     ):
         return None
@@ -373,11 +374,6 @@ def _children(module: nn.Module) -> set[str]:
 
 def _has(module: Any, *names: str) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
-
-
-def _epsilon(module: Any) -> float | None:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return eps if isinstance(eps, float) else None
 
 
 def _with_stubs(module: nn.Module, functions: dict[str, Callable[..., Any]]) -> nn.Module:

@@ -126,14 +126,10 @@ def look_up(embeddings: nn.Embedding, head: nn.Linear) -> None:
     embeddings.__dict__["forward"] = look_up
 
 
-def in_groups(columns: int) -> bool:
-    """True if rows with so many ``columns`` have a scale for every 32."""
-    return columns % GROUP == 0 and block_loops() is not None
-
-
 def _quantize(weight: Tensor, data: Tensor) -> Tensor:
     """Quantize ``weight [N, K]`` into ``data [N, K]``; return the scales, ``[N, K / 32]`` or ``[N]``."""
-    chunk = _quantize_groups if in_groups(weight.shape[1]) else _quantize_rows
+    in_groups = weight.shape[1] % GROUP == 0 and block_loops() is not None
+    chunk = _quantize_groups if in_groups else _quantize_rows
     pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
     return torch.cat([chunk(rows, place) for rows, place in pairs])
 

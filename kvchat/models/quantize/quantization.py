@@ -57,8 +57,8 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
         _check_dtype(config, dtype, device)
         return Quantization(own_method(config))
     libraries.check(quantize, device.type)
-    method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
-    return Quantization(method, {"quantization_config": chosen})
+    method = quantize if quantize in PACKED_HERE and device.type == "cpu" else PACKAGES[quantize]
+    return Quantization(method, {"quantization_config": _chosen(quantize, dtype, device)})
 
 
 def check(quantize: str, config: Any, device: torch.device) -> None:
@@ -257,34 +257,20 @@ def _check_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _package(quantize: str, device: torch.device) -> str:
-    return "" if quantize in PACKED_HERE and device.type == "cpu" else PACKAGES.get(quantize, "")
-
-
 def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:
     if quantize == "nf4":
-        return _nf4(dtype)
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     if device.type == "cpu":
         from kvchat.models.quantize.packed_quantizer import PackedConfig
 
         return PackedConfig(quantize)
-    return _int8() if quantize == "int8" else _int4(dtype, device)
+    if quantize == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
 
-
-def _nf4(dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-
-
-def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig())
-
-
-def _int4(dtype: torch.dtype, device: torch.device) -> Any:
+        return TorchAoConfig(Int8WeightOnlyConfig())
     if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
         raise UsageError(
             "int4 weights need a GPU of compute capability 8.0 or more.",
