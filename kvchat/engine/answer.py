@@ -74,7 +74,7 @@ class SessionLock:
     """Lets only one answer or rebuild work on the stored tokens, in the process that loaded the model.
 
     Whatever changes what is stored or read does so inside ``with``, where one thread is alone and may enter again.
-    ``is_closed`` is set by ``close``.
+    With ``is_closed`` whatever is in progress ends.
     """
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class SessionLock:
         """Let no other thread in until the block ends."""
         self.check_process()
         if not self._inside.acquire(blocking=False):
-            raise _in_use()
+            raise UsageError(
+                "Another thread is using the session.",
+                "A session belongs to one thread at a time; only cancel may be called from any thread.",
+                "Call it from one thread, or hold a lock while you do.",
+            )
 
     def __exit__(self, *_: object) -> None:
         self._inside.release()
-
-    def close(self) -> None:
-        """End whatever is in progress."""
-        self.is_closed = True
 
     @property
     def is_forked(self) -> bool:
@@ -125,7 +125,10 @@ class SessionLock:
             UsageError: other work is in progress, or another thread is inside when the next event is asked for; the
                 events then end. They also end after ``close`` and in a forked process.
         """
-        with self._in_progress():
+        self.check_process()
+        if not self._working.acquire(blocking=False):
+            raise _busy()
+        try:
             with self:
                 event = next(events, None)
             try:
@@ -139,14 +142,6 @@ class SessionLock:
                 # Cleaning up waits for a thread that is inside; in a fork none would ever leave.
                 with nullcontext() if self.is_forked else self._inside:
                     events.close()
-
-    @contextmanager
-    def _in_progress(self) -> Iterator[None]:
-        self.check_process()
-        if not self._working.acquire(blocking=False):
-            raise _busy()
-        try:
-            yield
         finally:
             self._working.release()
 
@@ -199,7 +194,7 @@ class AnswerLoop(Released):
 
     def close(self) -> None:
         """Let go of the model; an answer in progress does not go on."""
-        self.lock.close()
+        self.lock.is_closed = True
         self._release()
 
     def announce(self) -> None:
@@ -236,7 +231,10 @@ class AnswerLoop(Released):
             sampling = self.ending(turns, sampling)
             sampler = self.sampler(sampling)
             self._switcher.check_prompt(len(prompt.ids))
-            grammar = self._grammar(json_schema) if json_schema else None
+            grammar = None
+            if json_schema:
+                self._vocabulary = self._vocabulary or Vocabulary(self._model.tokenizer, self._model.vocab, self.ends)
+                grammar = Grammar(self._vocabulary, json_schema)
             self.token_ids = []
             self._switcher.narrow()
             self.forget(prompt.reused)  # first: messages pinned in another conversation must not count
@@ -601,11 +599,6 @@ class AnswerLoop(Released):
         """A sampler for one answer; it may refuse ``sampling``."""
         return Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
 
-    def _grammar(self, json_schema: str) -> Grammar:
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self._model.tokenizer, self._model.vocab, self.ends)
-        return Grammar(self._vocabulary, json_schema)
-
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
         """The text of an answer that begins with ``tokens``, perhaps ``in_thought``."""
         text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls)
@@ -620,14 +613,6 @@ class AnswerLoop(Released):
 
 def _closed() -> UsageError:
     return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
-
-
-def _in_use() -> UsageError:
-    return UsageError(
-        "Another thread is using the session.",
-        "A session belongs to one thread at a time; only cancel may be called from any thread.",
-        "Call it from one thread, or hold a lock while you do.",
-    )
 
 
 def _busy() -> UsageError:

@@ -66,7 +66,8 @@ class Escaper:
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the control tokens, which structure a conversation."""
-    control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+    added = tokenizer.added_tokens_decoder.items()
+    control = {i for i, token in added if token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content)}
     return frozenset(control | set(tokenizer.all_special_ids))
 
 
@@ -81,10 +82,6 @@ def unknown(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The id of unknown characters, if that is all it is for; some tokenizers have none, and name the end's."""
     ids = {tokenizer.unk_token_id} & {*tokenizer(RARE, add_special_tokens=False).input_ids}
     return frozenset(ids - {tokenizer.bos_token_id, tokenizer.eos_token_id})
-
-
-def _is_control(token: Any) -> bool:
-    return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
 
 
 def _eats_end(tokens: Iterable[Any]) -> re.Pattern[str] | None:

@@ -139,7 +139,9 @@ class MetricsCollector:
         self._elsewhere = dict(elsewhere or {})
         self._home = str(kv.state.device)
         devices = [kv.state.device, *map(torch.device, self._elsewhere)]
-        self._gpu_readers = {str(device): _gpu_of(device) for device in devices if device.type == "cuda"}
+        gpus = {str(one): torch.cuda.get_device_properties(one) for one in devices if one.type == "cuda"}
+        # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES.
+        self._gpu_readers = {device: (GpuReader(str(gpu.uuid)), gpu.name) for device, gpu in gpus.items()}
         self._gpus: dict[str, Gpu] = {}
         self._gpu_read = float("-inf")
         self._last = Counts.of(kv)
@@ -209,6 +211,7 @@ class MetricsCollector:
         new_tokens = answer.prompt_tokens - answer.reused_tokens
         prefill_s = answer.prefilled - answer.began if answer.prefilled else None
         steps, corrections = now.steps - before.steps, now.corrections - before.corrections
+        read, stored = now.read - before.read, steps * (kv.total - (steps - 1) / 2)  # in all steps
         report = kv.mode.report()
         head_steps = 0 if answer.switches else steps * report.correctable
         return Stats(
@@ -216,8 +219,8 @@ class MetricsCollector:
             reused_tokens=answer.reused_tokens,
             generated_tokens=len(answer.token_times) - answer.withdrawn,
             total_tokens=kv.total,
-            active_tokens=(now.read - before.read) / steps if steps else None,
-            read_share=_read_share(now.read - before.read, steps, kv.total),
+            active_tokens=read / steps if steps else None,
+            read_share=min(read / stored, 1.0) if steps else None,
             ttft_s=answer.ttft_s,
             prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
             decode_tokens_per_s=answer.rate(),
@@ -245,7 +248,9 @@ class MetricsCollector:
         report = kv.mode.report()
         cell, letters, shares = self._ribbon.cells(counts, report)
         cuda = kv.state.device.type == "cuda"
-        gpus = self._read_gpus()
+        if time.monotonic() - self._gpu_read >= GPU_S:
+            self._gpus = {device: reader.usage(name) for device, (reader, name) in self._gpu_readers.items()}
+            self._gpu_read = time.monotonic()
         return Snapshot(
             mode=kv.mode.name,
             params=report.params,
@@ -266,9 +271,9 @@ class MetricsCollector:
             process_bytes=resident_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
-            gpu=gpus.get(self._home),
+            gpu=self._gpus.get(self._home),
             elsewhere=self._elsewhere,
-            other_gpus={name: gpus[name] for name in self._elsewhere},
+            other_gpus={name: self._gpus[name] for name in self._elsewhere},
             tokens_per_s=self.answer.present_rate() if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
@@ -283,7 +288,7 @@ class MetricsCollector:
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,
-            extras=report.stats | self._pinned() | self._recurrent_state() | self._recovery(),
+            extras=report.stats | self._extras(),
         )
 
     def details(self) -> Details:
@@ -320,20 +325,18 @@ class MetricsCollector:
             "exposed_ms_p95": exposed_p95,
         }
 
-    def _recurrent_state(self) -> Params:
-        if not self._recurrent.exists:
-            return {}
-        return {"recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} in RAM"}
-
-    def _pinned(self) -> Params:
-        mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)
-        pinned = system + sum(position >= system for position in self._kv.state.pins)
-        beyond = min(mode.extra_sinks, system) + len(mode.pins)
-        return {"pinned": f"{pinned:,} tok, {beyond:,} beyond"} if pinned else {}
-
-    def _recovery(self) -> Params:
-        level = self.answer.recovery if self.answer else ""
-        return {"recovery": level} if level else {}
+    def _extras(self) -> Params:
+        """Figures that only some models and conversations have, whatever the mode."""
+        mode, recurrent, found = self._kv.mode, self._recurrent, dict[str, str]()
+        system = min(mode.pinned, self._kv.total)
+        if pinned := system + sum(position >= system for position in self._kv.state.pins):
+            beyond = min(mode.extra_sinks, system) + len(mode.pins)
+            found["pinned"] = f"{pinned:,} tok, {beyond:,} beyond"
+        if recurrent.exists:
+            found["recurrent state"] = f"{size(recurrent.nbytes)} + {size(recurrent.snapshot_bytes)} in RAM"
+        if self.answer and self.answer.recovery:
+            found["recovery"] = self.answer.recovery
+        return found
 
     def _note_steps(self, now: Counts) -> None:
         """Per-step figures since the last snapshot in which there were steps."""
@@ -343,19 +346,6 @@ class MetricsCollector:
             self._hit_rate = _hit_rate(self._last, now)
             self._recall_rate = _recall_rate(self._last, now)
             self._last = now
-
-    def _read_gpus(self) -> dict[str, Gpu]:
-        if time.monotonic() - self._gpu_read >= GPU_S:
-            readers = self._gpu_readers.items()
-            self._gpus = {device: reader.usage(name) for device, (reader, name) in readers}
-            self._gpu_read = time.monotonic()
-        return self._gpus
-
-
-def _gpu_of(device: torch.device) -> tuple[GpuReader, str]:
-    """NVML's reader of a CUDA device, and the device's name; by UUID, because NVML ignores CUDA_VISIBLE_DEVICES."""
-    properties = torch.cuda.get_device_properties(device)
-    return GpuReader(str(properties.uuid)), properties.name
 
 
 def _rate(times: list[float]) -> float | None:
@@ -368,11 +358,6 @@ def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
         return None, None
     ordered, last = sorted(seconds), len(seconds) - 1
     return 1000 * ordered[last // 2], 1000 * ordered[int(0.95 * last)]
-
-
-def _read_share(read: float, steps: int, total: int) -> float | None:
-    """The share of the stored tokens that ``steps`` steps read, ``total`` stored after the last of them."""
-    return min(read / (steps * (total - (steps - 1) / 2)), 1.0) if steps else None
 
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:

@@ -120,7 +120,10 @@ class ModeSwitcher:
             self.check_pinned(one, self.system_tokens, self._kv.state.pins)
         for other, params in modes.by_mode(name, changes).items():
             modes.remember(self.given, other, params)
-        return self._begin_auto()
+        parameters, tokens = self.merged(modes.AUTO, {}), self._kv.total + AHEAD
+        assert isinstance(parameters, modes.AutoParameters)
+        self.auto.begin(parameters)
+        return self.follow(self.decide(tokens), tokens)
 
     def enter(self, chosen: ModeParameters) -> int:
         """Enter the mode of these parameters; the bytes moved to the device."""
@@ -214,12 +217,6 @@ class ModeSwitcher:
 
     # ---- auto
 
-    def _begin_auto(self) -> int:
-        parameters, tokens = self.merged(modes.AUTO, {}), self._kv.total + AHEAD
-        assert isinstance(parameters, modes.AutoParameters)
-        self.auto.begin(parameters)
-        return self.follow(self.decide(tokens), tokens)
-
     def decide(self, tokens: int, measured: float | None = None) -> Choice | None:
         """Auto's choice for an answer that ends at ``tokens``; None to keep the setup in force.
 
@@ -293,15 +290,14 @@ class ModeSwitcher:
         quantized = page * sum(state.host.quantized[: state.total // page])
         in_pages = state.total - quantized, quantized, self.auto.quantizes
         conversation = Conversation(tokens, *in_pages, self.system_tokens, tuple(state.pins))
-        return auto.setups(
-            machine, state.geometry, traits_of(model, self.calibration), conversation, self._merged_in_auto
-        )
 
-    def _merged_in_auto(self, mode: str, changes: Params) -> ModeParameters:
-        """``merged``, with auto's own parameters in each mode that has them."""
-        known = modes.registered()[mode].model_fields
-        asked = self.auto.parameters.model_dump(include=set(known), exclude_unset=True)
-        return self.merged(mode, asked | changes)
+        def merged(mode: str, changes: Params) -> ModeParameters:
+            """With auto's own parameters in each mode that has them."""
+            known = modes.registered()[mode].model_fields
+            asked = self.auto.parameters.model_dump(include=set(known), exclude_unset=True)
+            return self.merged(mode, asked | changes)
+
+        return auto.setups(machine, state.geometry, traits_of(model, self.calibration), conversation, merged)
 
     def _rates(self) -> tuple[float, float]:
         """Bytes/s of the device's memory and of the link, 0 without one: of the profile, else measured once."""
@@ -352,21 +348,3 @@ def is_quantized(host_dtype: HostDtype) -> bool:
     if host_dtype not in (known := get_args(HostDtype)):
         raise UsageError(f'K/V pages cannot be stored in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
     return host_dtype == "int8"
-
-
-def keep_pages(kv: KVManager, host_dtype: HostDtype) -> str:
-    """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
-
-    Raises:
-        UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
-    """
-    kv.quantize_pages(is_quantized(host_dtype))
-    state = kv.state
-    if state.quantizes:
-        full = state.host.quantized[: state.total // state.geometry.page]
-        exact, pages = full.count(False), len(full)
-        before = f" Pages that stay exact: {exact:,} of {pages:,}." if pages else ""
-        return f"New K/V pages are stored in 8 bits from now on.{before}"
-    quantized, pages = len(state.left_quantized), state.geometry.pages(state.total)
-    stay = f" Pages in 8 bits: {quantized:,} of {pages:,}; /rebuild makes them exact." if quantized else ""
-    return f"New K/V pages are stored exactly from now on.{stay}"

@@ -41,6 +41,7 @@ from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, St
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
+# Options that a plan depends on; it names those that are not the default.
 GIVEN = ("device", "gpus", "split", "dtype", "host_dtype", "quantize")
 LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
@@ -113,9 +114,9 @@ def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> 
         by_default=by_default,
         file_bits=described.weights.layer_bits,
         unpacked=weights["none"] if repacking.needs_full_dequantization(described, asked) else 0,
-        packed=_packed_files(described),
+        packed=described.weights.nbytes if quantization.is_unpacked(described.config, described.device) else 0,
         floor_ms=_floors(described, weights, load.read_bytes_per_s),
-        given=_given(load),
+        given={name: str(value) for name in GIVEN if (value := getattr(load, name)) != getattr(Load, name)},
         elsewhere=_elsewhere(described, weights, given_back),
         others_free={
             str(device): available.free_bytes(device) + given_back.get(str(device), 0) for device in described.others
@@ -183,11 +184,6 @@ def any_heads(geometry: Geometry, architecture: str) -> Calibration:
     return Calibration("", "", clusters, (alike,) * layers, ((0.0,) * geometry.kv_heads,) * layers)
 
 
-def _given(load: Load) -> dict[str, str]:
-    """The options of ``load`` that a plan depends on and that are not the default, by their names."""
-    return {name: str(chosen) for name in GIVEN if (chosen := getattr(load, name)) != getattr(Load, name)}
-
-
 def _context(seen: Observed, asked: int | None) -> int:
     """The tokens to plan for, by default as many as the model reads."""
     longest = seen.traits.context
@@ -199,13 +195,6 @@ def _context(seen: Observed, asked: int | None) -> int:
         f"{name} was made for 1 to {longest:,}.",
         "Use a context in that range.",
     )
-
-
-def _packed_files(described: ModelDescription) -> int:
-    """Bytes in the files of a quantized checkpoint whose weights loading unpacks; 0 for others and for GGUF files."""
-    if not quantization.is_unpacked(described.config, described.device):
-        return 0
-    return described.weights.nbytes
 
 
 def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
@@ -309,13 +298,19 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
     ``smaller`` is what the mode that retrieves needs with smaller budgets than the one in force, the largest first.
     """
     weights = [name for name in dict.fromkeys((made.by_default, *WEIGHTS, *made.weights)) if name in made.weights]
-    for mode, need, spills in _ways(made, smaller):
+    full = made.modes[modes.REFERENCE]
+    ways = [  # modes and what they need, the best first, and whether what has no room is read over the link
+        (modes.REFERENCE, full, False),
+        *((modes.COMPARED, need, False) for need in (made.modes[modes.COMPARED], *smaller)),
+        (modes.REFERENCE, full, True),
+        (modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False),
+    ]
+    for mode, need, spills in ways:
         for quantize in weights:
             if not need.refusal and _fits(made, quantize, need, spills):
                 lacks = libraries.lacking(quantize, made.device)
                 command = libraries.extra(libraries.EXTRA_OF[quantize]) if lacks else ""
-                bits = (*_lost_bits(made, quantize), *_lost_pages(made))
-                lost = (*bits, *_lost_reading(made, quantize, mode, need, spills))
+                lost = tuple(_lost(made, quantize, mode, need, spills))
                 return Proposal(quantize, mode, need.params.get("budget"), lost, command)
     return None
 
@@ -323,15 +318,6 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
 def has_room(made: MemoryPlan, quantize: str, need: ModeNeed) -> bool:
     """True if what the device holds fits it, with the margin that is always left."""
     return _beside_kv(made, quantize) + need.device_bytes <= available.usable(made.device_free)
-
-
-def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, ModeNeed, bool]]:
-    """Modes and what they need, the best first, and whether what has no room is read over the link."""
-    yield modes.REFERENCE, made.modes[modes.REFERENCE], False
-    for need in (made.modes[modes.COMPARED], *smaller):
-        yield modes.COMPARED, need, False
-    yield modes.REFERENCE, made.modes[modes.REFERENCE], True
-    yield modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False
 
 
 def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
@@ -348,32 +334,23 @@ def _beside_kv(made: MemoryPlan, quantize: str) -> int:
     return made.on_device(quantize) + made.state + made.workspace
 
 
-def _spilled(made: MemoryPlan, quantize: str) -> int:
-    """Bytes that full mode reads over the link for a token: what does not fit the device, at the end."""
-    room = available.usable(made.device_free) - _beside_kv(made, quantize)
-    return int(max(0, made.context * made.token_bytes - room) * made.host_share)
-
-
-def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
-    bits = quantization.BITS.get(quantize)
-    if not bits:
-        return
-    if 0 < made.file_bits <= AT_MOST.get(quantize, 0):
-        if made.packed:  # in other steps than these
+def _lost(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
+    """What a combination gives up."""
+    if bits := quantization.BITS.get(quantize):
+        if made.file_bits == 0 or made.file_bits > AT_MOST.get(quantize, 0):
+            instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
+            yield f"precision of the weights: {bits} bits instead of {instead}"
+        elif made.packed:  # in other steps than these
             yield f"precision of the weights: the files' {made.file_bits:.1f} bits are requantized to {bits}"
-    else:
-        instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
-        yield f"precision of the weights: {bits} bits instead of {instead}"
-
-
-def _lost_pages(made: MemoryPlan) -> Iterator[str]:
     if made.given.get("host_dtype") == "int8":
         yield f"precision of the K/V: full pages are stored in 8 bits instead of {made.dtype}, nearly exact"
-
-
-def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
-    # Someone who chose how much stays on the device has it fit, and reads over the link all the same.
-    if link := _spilled(made, quantize) if spills else need.link_bytes:
+    link = (
+        need.link_bytes
+    )  # someone who chose how much stays on the device has it fit, and reads the rest over the link
+    if spills:  # all that does not fit the device, at the end
+        room = available.usable(made.device_free) - _beside_kv(made, quantize)
+        link = int(max(0, made.context * made.token_bytes - room) * made.host_share)
+    if link:
         yield f"speed: at the end {size(link)} are streamed from RAM for every token"
     if lost := modes.registered()[mode].tradeoff:
         yield lost

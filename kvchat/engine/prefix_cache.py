@@ -126,7 +126,7 @@ class PrefixCache(Released):
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Pause writing during the block, which stores a token."""
-        with self._writer.paused():
+        with self._writer.copying:
             yield
             if self._writer.is_writing:
                 self._kv.state.host.synchronize()  # a page that the token filled may still be on its way from a GPU
@@ -282,15 +282,10 @@ class PrefixCache(Released):
         """Of the files used last, those of conversations whose first page is that of ``text``."""
         beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
         for path in self._folder.latest_first()[:LOOKED_AT]:
-            if path.suffix == paths.SAVED_KV and self._begins(path, beginning):
-                yield path
-
-    def _begins(self, path: Path, ids: list[int]) -> bool:
-        """True if a conversation's file can be used and begins with ``ids``, a page of them."""
-        try:
-            return bool(self._file(path).rows(pages=1)["id"].tolist() == ids)
-        except (DamagedFileError, OSError):
-            return False
+            if path.suffix == paths.SAVED_KV:
+                with suppress(DamagedFileError, OSError):
+                    if self._file(path).rows(pages=1)["id"].tolist() == beginning:
+                        yield path
 
     def _saved_source(self, path: Path, text: str, own: bool) -> Source:
         file = self._file(path)
@@ -298,7 +293,8 @@ class PrefixCache(Released):
         stored = stored_of(rows, text)
         stored.links = file.links
         full_precision = file.full_precision_pages * self._kv.state.geometry.page
-        prefix = CachedPrefix(len(stored.ids), file.read, full_precision, control_positions(rows), end.query)
+        control = np.flatnonzero(rows["flags"] & CONTROL).tolist()
+        prefix = CachedPrefix(len(stored.ids), file.read, full_precision, control, end.query)
         states = {one.tokens: partial(read_state, file, one) for one in end.states}
         return self._usable(Source(stored, "disk", prefix, states), text, own)
 
@@ -472,11 +468,6 @@ def stored_of(rows: Rows, text: str) -> Stored:
     return stored
 
 
-def control_positions(rows: Rows) -> list[int]:
-    found: list[int] = np.flatnonzero(rows["flags"] & CONTROL).tolist()
-    return found
-
-
 def _digest(value: str | dict[str, str]) -> str:
     return load.digest_of_text(str(value)).hex()
 
@@ -505,7 +496,9 @@ class SavedFolder:
         Nothing is deleted for a file that would not fit even alone: it gets what the others leave.
         """
         others = [other for other in self.latest_first() if other != path]
-        allowed = self._allowed()
+        there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
+        free = shutil.disk_usage(there).free
+        allowed = min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
         taken = sum(map(_size, others))
         while others and taken + size > allowed >= size:
             oldest = others.pop()
@@ -513,12 +506,6 @@ class SavedFolder:
             with suppress(OSError):
                 oldest.unlink()
         return max(0, min(size, allowed - taken))
-
-    def _allowed(self) -> int:
-        """Bytes that all files together may take."""
-        there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
-        free = shutil.disk_usage(there).free
-        return min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
 
 
 def _size(path: Path) -> int:
@@ -552,14 +539,15 @@ class Job:
 class WriteBehind:
     """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
 
-    ``problem`` says why a conversation could not be written to its end, empty where the last one could.
+    ``problem`` says why a conversation could not be written to its end, empty where the last one could. Who holds
+    ``copying`` may add tokens to the jobs' pages, of which nothing is taken meanwhile.
     """
 
     def __init__(self, folder: SavedFolder, page: int) -> None:
         self.problem = ""
         self._folder = folder
         self._page = page
-        self._copying = threading.Lock()
+        self.copying = threading.Lock()
         self._interrupted = threading.Event()
         self._thread: threading.Thread | None = None
         self._jobs: Sequence[Job] = ()
@@ -574,17 +562,11 @@ class WriteBehind:
 
     def interrupt(self) -> None:
         """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
-        with self._copying:
+        with self.copying:
             self._interrupted.set()
         for job in self._jobs:
             job.stored.saved, job.stored.links = job.saved, job.file.links.copy()
         self._jobs = ()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take nothing from the jobs' pages during the block, which may only add tokens to them."""
-        with self._copying:
-            yield
 
     @property
     def is_writing(self) -> bool:
@@ -621,7 +603,7 @@ class WriteBehind:
             self.problem = f"they take {size(end)}, {room}"
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page
-            with self._copying:
+            with self.copying:
                 if interrupted.is_set():
                     return
                 holder = job.pages()

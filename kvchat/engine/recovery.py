@@ -132,8 +132,13 @@ class Signals:
         self.entropies.append(entropy)
         self.log_probs.append(log_prob)
         self.tokens.append(token)
-        times = self._count_gram()
-        fall = self._fall()
+        times = 0
+        if len(self.tokens) >= NGRAM:
+            gram = tuple(self.tokens[-NGRAM:])
+            times = self._grams[gram] = self._grams.get(gram, 0) + 1
+        # By how many deviations the last 8 tokens' mean log-probability lies under that of the tokens before.
+        last = self.log_probs[-LOG_PROB_SPAN:]
+        fall = -_deviations(math.fsum(last) / len(last), self.log_probs[:-LOG_PROB_SPAN])
         if self._spikes[-1] and sum(self._spikes[-SPIKE_SPAN:]) >= SPIKES:
             return Trigger("entropy", z)
         if fall > SIGMAS:
@@ -147,18 +152,6 @@ class Signals:
         kept = len(self.tokens) - tokens
         for series in (self.entropies, self.log_probs, self.tokens, self._spikes):
             del series[kept:]
-
-    def _fall(self) -> float:
-        """By how many deviations the last 8 tokens' mean log-probability lies under that of the tokens before."""
-        last = self.log_probs[-LOG_PROB_SPAN:]
-        return -_deviations(math.fsum(last) / len(last), self.log_probs[:-LOG_PROB_SPAN])
-
-    def _count_gram(self) -> int:
-        if len(self.tokens) < NGRAM:
-            return 0
-        gram = tuple(self.tokens[-NGRAM:])
-        self._grams[gram] = self._grams.get(gram, 0) + 1
-        return self._grams[gram]
 
 
 class Ladder:

@@ -90,8 +90,9 @@ class Sampler:
 
         Logits of -infinity are tokens that the model rules out, unless all are.
         """
-        if self._penalized:
-            logits = self._penalize(logits)
+        if self._penalized:  # divide what speaks for a seen token, multiply what speaks against it (arXiv:1909.05858)
+            penalty = self.sampling.repetition_penalty
+            logits = torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self._counts:
             logits = logits - self.sampling.frequency_penalty * self._drawn
             logits = logits - self.sampling.presence_penalty * (self._drawn > 0)
@@ -152,11 +153,6 @@ class Sampler:
         """Go on with other random numbers, which the seed and the number of forks so far determine."""
         self._forks += 1
         self.generator.manual_seed((self._seed + self._forks * 0x9E3779B97F4A7C15) % 2**63)
-
-    def _penalize(self, logits: Tensor) -> Tensor:
-        """Divide what speaks for a seen token, multiply what speaks against it (CTRL, arXiv:1909.05858)."""
-        penalty = self.sampling.repetition_penalty
-        return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _draw(self, weights: Tensor, tokens: Tensor | None) -> Tensor:
         """One token by its weight: the one that comes first, where each waits for a random time over its weight.

@@ -20,7 +20,7 @@ from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
 from kvchat.engine.metrics import MetricsCollector
-from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized, keep_pages
+from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized
 from kvchat.engine.prefix_cache import LAST_WRITES_S, PrefixCache
 from kvchat.engine.prompt import Stored
 from kvchat.engine.ranks.leader import Followers, LeadingKV, LeadingRunner
@@ -29,7 +29,6 @@ from kvchat.engine.runner import ModelRunner, geometry_of
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import explained
-from kvchat.kv.modes.base import Mode
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.models.quantize import int4_rows
 from kvchat.models.ranks import heads
@@ -167,7 +166,12 @@ class Session(Released):
         self._followers = followers
         self._model = model
         self._switcher = ModeSwitcher(model, asked, stored)
-        self._runner = self._make_runner(self._switcher.build(self._switcher.parameters))
+        mode = self._switcher.build(self._switcher.parameters)
+        if followers is None:
+            self._runner = ModelRunner(model, mode)
+        else:
+            kv = LeadingKV(followers, geometry_of(model), model.device, mode)
+            self._runner = LeadingRunner(followers, model, mode, kv)
         self._kv = self._runner.kv
         self._kv.quantize_pages(is_quantized(asked.host_dtype))
         self._switcher.attach(self._kv)
@@ -178,13 +182,6 @@ class Session(Released):
         self._turns = (Turn("system", system),) if system else ()
         if asked.mode == modes.AUTO:
             self.switch(modes.AUTO)
-
-    def _make_runner(self, mode: Mode) -> ModelRunner:
-        model, followers = self._model, self._followers
-        if followers is None:
-            return ModelRunner(model, mode)
-        kv = LeadingKV(followers, geometry_of(model), model.device, mode)
-        return LeadingRunner(followers, model, mode, kv)
 
     # ---- talking
 
@@ -437,9 +434,16 @@ class Session(Released):
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
         with self._loop.lock:
-            told = keep_pages(self._kv, host_dtype)
-            self._switcher.auto.quantizes = is_quantized(host_dtype)
-        return told
+            self._kv.quantize_pages(is_quantized(host_dtype))
+            state, self._switcher.auto.quantizes = self._kv.state, is_quantized(host_dtype)
+            if state.quantizes:
+                full = state.host.quantized[: state.total // state.geometry.page]
+                exact, pages = full.count(False), len(full)
+                before = f" Pages that stay exact: {exact:,} of {pages:,}." if pages else ""
+                return f"New K/V pages are stored in 8 bits from now on.{before}"
+            quantized, pages = len(state.left_quantized), state.geometry.pages(state.total)
+            stay = f" Pages in 8 bits: {quantized:,} of {pages:,}; /rebuild makes them exact." if quantized else ""
+            return f"New K/V pages are stored exactly from now on.{stay}"
 
     def set_template_args(self, args: Sequence[str]) -> str:
         """Give the chat template these ``KEY=VALUE`` variables from the next prompt on; return a sentence about it.

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -348,7 +349,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = claim_stdio()
     server = Server(events, Loader(), interrupt=_interrupt)
-    signal.signal(STOP_SIGNAL, lambda _, frame: _interrupt_later() if is_importing(frame) else server.check_stopped())
+    later = partial(threading.Timer, STOP_AGAIN_S, _interrupt)
+    signal.signal(STOP_SIGNAL, lambda _, frame: later().start() if is_importing(frame) else server.check_stopped())
     finished = threading.Event()
 
     def read() -> None:
@@ -365,10 +367,6 @@ def main() -> None:
 
 def _interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
-
-
-def _interrupt_later() -> None:
-    threading.Timer(STOP_AGAIN_S, _interrupt).start()
 
 
 class Loader:
@@ -402,10 +400,7 @@ class Loader:
             ModelError: a server has the model; KvchatError: as there.
         """
         if is_server(asked.load.model):
-            raise ModelError(
-                "The model runs on a server, in the server's memory.",
-                hint="See its log.",
-            )
+            raise ModelError("The model runs on a server, in the server's memory.", hint="See its log.")
         from kvchat.engine.plan import memory_plan
 
         return memory_plan(asked.load, asked.context, progress, in_use)
