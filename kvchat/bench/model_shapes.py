@@ -6,7 +6,7 @@ The shapes are those published with the models; nothing is downloaded, and weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,17 +91,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class NoTokenizer:
-    """The tokenizer of a model without text; it has no special tokens."""
-
-    chat_template: str = "none"
-    eos_token_id: int | None = None
-    all_special_ids: tuple[int, ...] = ()
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]:
-        return {}
+# The tokenizer of a model without text.
+NO_TOKENIZER = SimpleNamespace(chat_template="none", eos_token_id=None, all_special_ids=(), added_tokens_decoder={})
 
 
 def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> LoadedModel:
@@ -143,7 +134,7 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=precision, attn_implementation=attention_hook.NAME
             ).eval()
-        return wrap(model, NoTokenizer(), f"{name} (random weights)")
+        return wrap(model, NO_TOKENIZER, f"{name} (random weights)")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -273,12 +273,11 @@ class Table:
 
     def markdown(self) -> str:
         ruler = ("---", *["---:"] * (len(self.heads) - 1))
-        lines = [f"| {' | '.join(_bar(cell) for cell in cells)} |" for cells in (self.heads, ruler, *self.rows)]
+        cells = [
+            [visible(c).replace("\n", " ").replace("|", "\\|") for c in row] for row in (self.heads, ruler, *self.rows)
+        ]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
         return "\n".join([f"### {visible(self.title)}", "", *lines, *(f"\n{visible(note)}" for note in self.notes)])
-
-
-def _bar(cell: str) -> str:
-    return visible(cell).replace("\n", " ").replace("|", "\\|")
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -203,7 +203,11 @@ def opened(load: Load) -> Session:
     Raises:
         KvchatError: the model cannot be loaded.
     """
-    _quiet()
+    # transformers, imported later, would mix progress bars and warnings with kvchat's lines on stderr.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     check_address_space()
     try:
         checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
@@ -228,11 +232,3 @@ def interrupt_cancels(session: Session | RemoteSession) -> Iterator[list[int]]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _quiet() -> None:
-    """Silence transformers before its import: progress bars and warnings would mix with kvchat's lines on stderr."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")

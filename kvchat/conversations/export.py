@@ -32,13 +32,6 @@ def provenance(conversation: Conversation) -> str:
     return " · ".join(filter(None, (_moment(conversation.created), ", ".join(models), mode)))
 
 
-def _cost(message: Message) -> str:
-    """The line below an answer: its time, its model and its receipt; "" for a question."""
-    if message.role != "assistant":
-        return ""
-    return " · ".join(filter(None, (_moment(message.created), message.model, message.receipt)))
-
-
 def _moment(seconds: float) -> str:
     """Seconds since the epoch as local time, ``2026-11-26 09:24``."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
@@ -51,7 +44,8 @@ def to_markdown(conversation: Conversation) -> str:
         parts.append("## System\n\n" + conversation.system)
     for message in conversation.path:
         parts.append(f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip(chr(10))}")
-        if cost := _cost(message):
+        if message.role == "assistant":
+            cost = " · ".join(filter(None, (_moment(message.created), message.model, message.receipt)))
             parts.append(f"*{cost}*")
     return "\n\n".join(parts) + "\n"
 
