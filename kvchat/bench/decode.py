@@ -269,12 +269,10 @@ class Rounds:
             return {"link_ms": variant.figures["moved_bytes"] / rate / 1e6 if rate else None}
         link = self.measured.gather
         link_ms = variant.figures["moved_bytes"] / link / 1e6 if link else None
-        if variant.change_rate == 0:
-            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
         still = next(
             (c for c in self.times if isinstance(c, ModeRun) and c.name == variant.name and c.change_rate == 0), None
         )
-        if still is None or still in self.failed or link_ms is None:
+        if variant.change_rate == 0 or still is None or still in self.failed or link_ms is None:
             return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
         pairs = zip(self.times[variant], self.times[still], strict=True)
         exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
