@@ -108,7 +108,6 @@ def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(
     assert len(told) == len(set(budgets)), "each change is told once"
     assert all("because full would take" in event.auto for event in told if isinstance(event, Switched))
     assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, ")
-    session.close()
 
 
 def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypatch):
@@ -134,7 +133,6 @@ def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypa
     assert not session.snapshot().auto
     with pytest.raises(UsageError, match="auto"):
         session.enter(modes.parse("auto", {}))
-    session.close()
 
 
 def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64_tokens(small_model, monkeypatch):
@@ -153,7 +151,6 @@ def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64
     assert 30 + metrics.RATE_TOKENS <= at[0] <= 30 + 3 * metrics.RATE_TOKENS
     assert all(later - before >= APART for before, later in pairwise(at))
     assert session._kv.mode.name == "speculative"
-    session.close()
 
 
 def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeypatch):
@@ -175,7 +172,6 @@ def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeyp
     assert isinstance(note, Noted), "the mode stays, its pages change"
     assert note.text.startswith("auto: full with 8-bit pages, because the K/V take ")
     assert session._kv.mode.name == "full"
-    session.close()
 
 
 def test_a_setup_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
@@ -196,7 +192,6 @@ def test_a_setup_that_is_refused_gives_way_to_the_next(small_model, monkeypatch)
     assert session._kv.mode.report().params["budget"] == 256
     assert tried == sorted(tried, reverse=True)
     assert len(tried) > 1
-    session.close()
 
 
 def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_stays(small_model, monkeypatch):
@@ -218,7 +213,6 @@ def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_s
     session.switch(budget=70)
     talk(session, turns, "And then?")
     assert session._kv.mode.report().params["budget"] == 70
-    session.close()
 
 
 def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(small_model, monkeypatch):
@@ -233,7 +227,6 @@ def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(small_model, mo
         talk(session, turns, story(900, seed))
     assert (session._kv.mode.name, session._switcher.parameters.recovery) == ("speculative", True)
     assert session._kv.mode.report().params.items() >= {"budget": 300, "window": 48}.items(), "the budget is the most"
-    session.close()
 
 
 def test_a_request_may_ask_for_auto_and_for_another_mode_between(small_model):
@@ -245,7 +238,6 @@ def test_a_request_may_ask_for_auto_and_for_another_mode_between(small_model):
         assert bool(session.snapshot().auto) == auto.is_on
     assert seen == [(True, 10), (False, 10), (False, 10), (True, 20), (True, 10)]
     assert not any(session._switcher.given.values()), "nothing of a request is kept"
-    session.close()
 
 
 def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(small_model, monkeypatch):
@@ -258,7 +250,6 @@ def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(small_m
     ended.set()  # they could not be compiled: it stays as slow
     talk(session, turns, "And then?")
     assert session._switcher.auto.ratios.keys() == {"full"}
-    session.close()
 
 
 def test_with_drafts_it_looks_as_often(small_model, monkeypatch):
@@ -274,7 +265,6 @@ def test_with_drafts_it_looks_as_often(small_model, monkeypatch):
     assert finished.stats.generated_tokens == 300
     assert len(looked) >= 300 // (metrics.RATE_TOKENS + 8)
     assert all(later - before >= metrics.RATE_TOKENS for before, later in pairwise(looked))
-    session.close()
 
 
 def on_gpu(dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -366,7 +356,6 @@ def test_freeze_has_a_budget_only_if_it_is_given_to_freeze_and_says_that_it_forg
     assert session.switch("freeze").params["budget"] == 120
     assert session.switch(budget=None).params["budget"] is None
     assert not session.snapshot().badges
-    session.close()
 
 
 def test_of_shared_values_the_last_given_counts(model):
@@ -376,7 +365,6 @@ def test_of_shared_values_the_last_given_counts(model):
     assert session.switch("speculative").params.items() >= {"budget": 256, "tau": 0.9}.items()
     assert session.switch("speculative", budget=192).params["budget"] == 192
     assert session.switch("streaming").params["budget"] == 192
-    session.close()
 
 
 def test_a_switch_tells_what_was_given_so_far(model):
@@ -386,4 +374,3 @@ def test_a_switch_tells_what_was_given_so_far(model):
     assert first.given == {"speculative": {"tau": 0.9, "budget": 128}}
     assert second.given == {"speculative": {"tau": 0.9}, "streaming": {"budget": None}}
     assert second.params["budget"] is not None
-    session.close()

@@ -122,7 +122,6 @@ def test_the_figures_of_the_conversation_stay_its_own(model):
     for _ in session.compare(STORY, VARIANTS, SAMPLING):
         session.snapshot()  # as the worker does meanwhile
     assert figures() == before
-    session.close()
 
 
 @pytest.mark.parametrize("end", ["stop while reading", "stop", "close", "fail", "nothing shared"])

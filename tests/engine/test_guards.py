@@ -72,17 +72,6 @@ def test_a_misspelled_name_is_no_closed_session():
         Released().spelled  # noqa: B018
 
 
-def test_an_answer_goes_on_through_what_is_refused_and_a_switch(session, model):
-    pieces = session.chat("Hello", GREEDY)
-    text = next(pieces)
-    with pytest.raises(UsageError, match="answer"):
-        session.prefill([1])
-    session.switch("streaming")
-    text += "".join(pieces)
-    assert text == "".join(Session(model).chat("Hello", GREEDY))
-    session.truncate(0)
-
-
 def test_of_two_answers_asked_for_the_first_to_begin_is_given(session):
     first, second = session.chat("One?", GREEDY), session.chat("Two?", GREEDY)
     next(second)

@@ -218,7 +218,6 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     *_, finished = session.answer((Turn("user", "Hi"),), Sampling(temperature=0, max_new_tokens=4))
     assert finished.stats.reused_tokens > 0, "prompts begin alike"
     assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None), "it was of another talk"
-    session.close()
 
 
 def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
@@ -228,7 +227,6 @@ def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
     assert told[0]
     assert not told[-1]
     assert session.snapshot().active < session.snapshot().total
-    session.close()
 
 
 def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_every_step, monkeypatch):
@@ -241,7 +239,6 @@ def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_ev
     assert finished.reason in ("length", "eos")
     assert finished.stats.generated_tokens > 1
     assert finished.stats.coverage is None
-    session.close()
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
@@ -250,7 +247,6 @@ def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypat
     session = Session(model, entering("streaming", {"budget": budget}))
     asked(session)
     assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
-    session.close()
 
 
 def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_every_step):
@@ -263,7 +259,6 @@ def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_ever
     assert full.stats.coverage is None
     assert 0 < streaming.stats.lowest_coverage < 1
     assert session.snapshot().coverage == before
-    session.close()
 
 
 def test_what_a_token_takes_counts_accepted_drafts_and_no_stalls(session, monkeypatch):

@@ -1,17 +1,14 @@
 """Full mode is the model's ordinary cache (E1); what runs out of memory is explained and costs nothing stored."""
 
-from itertools import count
-
 import pytest
 import torch
 from support import tiny_models
-from support.integrity import check_integrity
 from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import parse
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes import build
 from kvchat.models import attention_hook
@@ -26,18 +23,6 @@ PROMPTS = [
     "My name is Maria and I live in a small house by the sea. Tell me a short story about my grandmother and her boat.",
     "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
 ]
-
-
-def failing(monkeypatch, kv, fails):
-    """Memory runs out in the layers of a forward for which this is true."""
-    attention = kv.attention
-
-    def attend(layer, *args):
-        if fails(layer):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return attention(layer, *args)
-
-    monkeypatch.setattr(kv, "attention", attend)
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
@@ -88,18 +73,6 @@ def test_a_budget_above_the_conversation_gives_full_modes_logits(mode, name):
         torch.testing.assert_close(one.step(token), full.step(token), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_turns_in_full_mode_are_one_prefill_of_the_transcript(name):
-    model, ids = loaded(name), token_ids(150)
-    turns, once = runner_of(model), runner_of(model)
-    prefilled(turns, ids[:50])
-    for token in ids[50:80]:
-        turns.step(token)
-    logits = prefilled(turns, ids[80:])
-    torch.testing.assert_close(logits, prefilled(once, ids), atol=1e-4, rtol=0)
-    torch.testing.assert_close(turns.step(5), once.step(5), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbed_runs(mode):
     """E8, with layers that depend on each other."""
@@ -123,38 +96,6 @@ def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbe
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(mode, monkeypatch):
-    model, ids = loaded("llama"), token_ids(200)
-    # Retrieval at once: speculation would go on from the failed step's query.
-    params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
-    one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
-    for each in (one, undisturbed):
-        prefilled(each, ids)
-        each.step(7)
-    with monkeypatch.context() as patch:
-        failing(patch, one.kv, lambda layer: layer == 2)
-        with pytest.raises(DoesNotFitError, match=f"{mode} mode.*201 stored"):
-            one.step(11)
-    assert one.kv.total == 201
-    check_integrity(one.kv.state)
-    for token in (11, 12, 13):
-        torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
-
-
-def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
-    model, ids = loaded("llama"), token_ids(90)
-    one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
-    one.chunk, calls = 30, count(1)
-    with monkeypatch.context() as patch:
-        failing(patch, one.kv, lambda layer: next(calls) == 6)
-        with pytest.raises(DoesNotFitError, match="reading the prompt"):
-            prefilled(one, ids)
-    assert one.kv.total == 30
-    torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(undisturbed, ids))
-    torch.testing.assert_close(one.step(5), undisturbed.step(5), atol=2e-5, rtol=0)
-
-
 def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
     """The session takes the logits and leaves: the tokens just read must be in streaming's window."""
     model, ids = loaded("llama"), token_ids(90)
@@ -176,17 +117,6 @@ def test_in_bfloat16_on_a_cpu_steps_run_without_onednn_and_prefills_with_it(monk
     one.step(3)
     assert seen == [before, False]
     assert torch.backends.mkldnn.enabled == before
-
-
-def test_a_prefill_may_be_abandoned_between_two_chunks():
-    model, ids = loaded("llama"), token_ids(90)
-    one, once = runner_of(model), runner_of(model)
-    one.chunk = 30
-    pieces = one.prefill(ids)
-    chunk, logits = next(pieces)
-    pieces.close()
-    assert (list(chunk), logits, one.kv.total) == (ids[:30], None, 30)
-    torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(once, ids))
 
 
 def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored():

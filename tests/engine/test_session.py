@@ -55,14 +55,6 @@ def test_a_second_turn_prefills_the_new_tokens_only_and_is_answered_as_by_a_fres
     assert answered(Session(model), follow(HELLO, text))[1] == second
 
 
-@pytest.mark.parametrize("mode", ["streaming", "speculative", "sync", "freeze"])
-def test_a_conversation_within_the_budget_is_answered_as_in_full_mode(mode, model):
-    one, full = Session(model, entering(mode)), Session(model)
-    _, first, _ = answered(full, HELLO)
-    assert answered(one, HELLO)[1] == first
-    assert answered(one, follow(HELLO, first))[1] == answered(full, follow(HELLO, first))[1]
-
-
 def test_an_edited_history_is_truncated_to_what_is_common(session, model):
     _, text, _ = answered(session, HELLO)
     turns = follow(HELLO, text)
@@ -80,13 +72,6 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(session):
     _, short, finished = answered(session, TALE, Sampling(temperature=0, stop=(stop,)))
     assert finished.reason == "stop"
     assert short == text[: text.index(stop)]
-
-
-def test_lengths_and_ids_agree(session):
-    _, _, finished = answered(session, TALE, Sampling(temperature=0, max_new_tokens=4))
-    assert finished.reason == "length"
-    assert len(session.token_ids) == finished.stats.generated_tokens == 4
-    assert session.total == finished.stats.total_tokens == finished.stats.prompt_tokens + 4
 
 
 def test_cancel_between_tokens_keeps_what_was_said(session):
@@ -178,7 +163,7 @@ def test_a_step_that_fails_keeps_everything_and_the_answer_can_be_asked_for_agai
 
     with monkeypatch.context() as patch:
         patch.setattr(session._kv, "attention", fails)
-        with pytest.raises(DoesNotFitError, match="decoding"):
+        with pytest.raises(DoesNotFitError, match=r"decoding.*full mode.* \d+ stored"):
             list(session.answer(TALE, GREEDY))
     assert session.total > 0
     started, text, _ = answered(session, TALE)
@@ -301,7 +286,6 @@ def test_an_answer_ends_at_what_the_models_files_name(model):
     finished = answered(session, TALE, Sampling(temperature=0, max_new_tokens=100))[-1]
     assert finished.reason == "stop"
     assert "the" not in finished.text
-    session.close()
 
 
 def test_an_answer_ends_as_the_template_ends_one_where_the_models_files_do_not_name_that_token(model):
@@ -315,4 +299,3 @@ def test_an_answer_ends_as_the_template_ends_one_where_the_models_files_do_not_n
     *_, compared = session.compare(HELLO, [Variant("full")], sampling)
     assert isinstance(compared, Compared)
     assert compared.runs[0].reason == "eos"
-    session.close()

@@ -60,16 +60,6 @@ def test_a_second_turn_and_a_regenerated_one(hybrid, mode):
     assert again == second
 
 
-def test_an_edited_question_after_a_stop(hybrid):
-    session = Session(hybrid)
-    _, _, events = answered(session, HELLO)
-    turns = (*HELLO, Turn("assistant", text_of(events)))
-    answered(session, (*turns, QUESTION), between=lambda done: session.cancel() if done == 5 else None)
-    tokens, started, _ = answered(session, (*turns, Turn("user", "What is my name?")))
-    assert started.reused_tokens > 30
-    assert tokens == fresh_tokens(session, started)
-
-
 def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
     """Recovery walks back in the middle of an answer; what is stored then is what one prefill gives."""
     session, plain = Session(hybrid, entering("freeze")), Session(hybrid)

@@ -40,14 +40,6 @@ def unread(session: Session, *turns: Turn) -> int:
     return started.prompt_tokens - started.reused_tokens
 
 
-def test_a_talk_goes_on_where_it_was(session):
-    turns = talk(session, SEA)
-    stored = session.total
-    started, where, _ = ask(session, *turns, Turn("user", "And then?"))
-    assert (started.reused_tokens, where) == (stored, "")
-    assert session._prefix_cache.parked_bytes == 0
-
-
 def test_what_comes_between_costs_no_reading(session):
     turns = talk(session, SEA)
     stored = session.total

@@ -217,12 +217,3 @@ def test_the_result_is_the_weighted_mean_of_the_groups_values():
     for head in range(4):
         expected = shares[head] @ value[head // 2].bfloat16().float()
         torch.testing.assert_close(attended[head].float(), expected, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=["plain", "window", "softcap", "sinks", "all"])
-def test_chunks_of_a_conversation_equal_one_forward(spec):
-    query, key, value = random(4, 7, 8), random(2, 7, 8, seed=1), random(2, 7, 6)
-    manager, parts = DenseManager(), []
-    for chunk in (slice(0, 4), slice(4, 5), slice(5, 7)):
-        parts.append(manager.attention(3, query[:, chunk], key[:, chunk], value[:, chunk], spec))
-    torch.testing.assert_close(torch.cat(parts, 1), attend(query, key, value, spec)[0])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.frames import fuzzed
-from support.gguf_files import gguf_header, number, text
+from support.gguf_files import gguf_header, number, text, write_norms
 from support.progress import silent
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -148,28 +148,10 @@ def divisors():
     return (plain / LlamaRotaryEmbedding(config).inv_freq).numpy()
 
 
-def rope_of(path, kind="llama", kv=(), tensors=()):
+def rope_of(path, kind="llama", kv=None, tensors=None):
     """``rope_parameters`` of the model that is loaded from a file with these keys and tensors."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path / "model.gguf", kind)
-    writer.add_block_count(6)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(128)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_key_length(32)
-    writer.add_rope_dimension_count(32)
-    writer.add_rope_freq_base(500000.0)
-    for key, value in dict(kv).items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{kind}.rope.{key}", value)
-    layers = {f"blk.{layer}.attn_norm.weight": np.ones(128, np.float32) for layer in range(6)}
-    for name, values in (layers | dict(tensors)).items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    rope = {"dimension_count": 32, "freq_base": 500000.0, **(kv or {})}
+    write_norms(path / "model.gguf", kind, 6, 128, rope, tensors)
     return describe(str(path), "cpu", "float32", silent).text_config.rope_parameters
 
 

@@ -1,5 +1,6 @@
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import huggingface_hub
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
 from support import tiny_models, tiny_multimodal
 from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
@@ -14,11 +16,12 @@ from support.progress import silent
 from transformers import GenerationConfig
 
 from kvchat import paths
-from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.errors import DoesNotFitError, KvchatError, ModelError, UsageError
 from kvchat.models import attention_hook, checkpoint, compile_ahead, hub, load, support
 from kvchat.models.fuse import modules
 from kvchat.models.hub import ByteProgress
 from kvchat.models.load import load_model
+from kvchat.models.probe import _chunks
 from kvchat.models.quantize import int8_rows
 from kvchat.models.quantize.rows import ThreadBudget
 from kvchat.paths import INDEX
@@ -180,8 +183,6 @@ def unlisted_tensor(folder):
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"]["model.norm.weight"]
     (folder / INDEX).write_text(json.dumps(index))
-    from safetensors.torch import load_file, save_file
-
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if tensors.pop("model.norm.weight", None) is not None:
@@ -216,6 +217,64 @@ def test_a_folder_that_cannot_be_loaded(folder, no_network, message):
     with pytest.raises(ModelError) as caught:
         load_model(Load(str(folder), "cpu"), silent)
     assert message in str(caught.value)
+
+
+# ---- damaged and hostile models: refused within seconds, with the reason and no other error ------------
+
+WEIGHTS, CONFIG, EMBEDDING = "model.safetensors", "config.json", "model.embed_tokens.weight"
+
+
+def edit_tensor(folder, name: str, change) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def sparse(folder, name: str, size: int) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(size)
+
+
+def with_row_of(value: float):
+    """Writes a value into a row of the embeddings whose token the self-test does not use."""
+    tested = set(torch.cat(_chunks(tiny_models.model("llama"))).tolist())
+
+    def change(table: torch.Tensor) -> torch.Tensor:
+        table[next(token for token in range(len(table)) if token not in tested)] = value
+        return table
+
+    return change
+
+
+HOSTILE = {
+    "weights of zeros": lambda it: sparse(it, WEIGHTS, 10**11),
+    "an index that leaves": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
+    "layers of text": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
+    "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
+    "odd rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
+    "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
+    "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
+    "an embedding of NaN that no test reads": lambda it: edit_tensor(it, EMBEDDING, with_row_of(torch.nan)),
+    "an embedding that is infinite": lambda it: edit_tensor(it, EMBEDDING, with_row_of(-torch.inf)),
+    "empty tokenizer": lambda it: (it / "tokenizer.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
+def test_a_damaged_model_is_refused_in_seconds(llama_folder, damage):
+    damage(llama_folder)
+    began = time.process_time()
+    with pytest.raises(KvchatError) as caught:
+        load_model(Load(str(llama_folder), "cpu"), silent)
+    assert time.process_time() - began < 10
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
+def test_a_name_that_is_no_path_is_refused(name):
+    with pytest.raises(ModelError) as caught:
+        load_model(Load(name, "cpu"), silent)
+    assert len(str(caught.value)) < 12_000
 
 
 def test_a_file_is_no_model(folder):

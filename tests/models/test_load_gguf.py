@@ -6,11 +6,10 @@ import urllib.request
 from pathlib import Path
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 from support import tiny_models
-from support.gguf_files import gguf_header, text, write_model, write_tiny
+from support.gguf_files import gguf_header, text, write_model, write_norms, write_tiny
 from support.progress import silent
 from support.real_models import FILES
 
@@ -218,22 +217,7 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "layers", "scale"), [("gemma3", 34, 32), ("gemma3", 62, 40), ("gemma2", 46, 40)])
 def test_gemmas_scores_are_scaled_as_by_llama_cpp(tmp_path, kind, layers, scale):
     """No key of the file says it: 27B divides by the root of 5376 / 32, the others by the root of a head's size."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", kind)
-    writer.add_block_count(layers)
-    writer.add_context_length(512)
-    writer.add_embedding_length(160)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_key_length(32)
-    writer.add_value_length(32)
-    for layer in range(layers):
-        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(160, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_norms(tmp_path / "gemma.gguf", kind, layers, 160)
     described = description.describe(str(tmp_path), "cpu", "float32", silent)
     assert described.text_config.query_pre_attn_scalar == scale
 

@@ -13,9 +13,7 @@ from support.progress import silent
 
 from kvchat import libraries
 from kvchat.engine.plan import memory_plan, propose
-from kvchat.errors import ModelError
 from kvchat.models import repacking
-from kvchat.models.checkpoint import ModelLocation
 from kvchat.models.description import describe
 from kvchat.models.fuse.modules import sample_logits
 from kvchat.models.load import load_model
@@ -81,14 +79,6 @@ def test_a_large_vocabulary_decides_nothing(model, tmp_path, kind, table_kind, e
     assert repacking.by_default(described) == expected
 
 
-@needs("gguf")
-def test_a_damaged_file_is_refused(file_of, tmp_path):
-    (tmp_path / "cut.gguf").write_bytes(file_of("Q8_0").read_bytes()[:5000])
-    described = describe(str(file_of("Q8_0")), "cpu", "float32", silent)
-    with pytest.raises(ModelError, match="is damaged"):
-        repacking.by_default(replace(described, location=ModelLocation("cut", tmp_path, gguf="cut.gguf")))
-
-
 def test_what_is_not_unpacked_is_left_as_it_is():
     described = describe("bundled", "cpu", "float32", silent)
     assert repacking.by_default(described) == "none"
@@ -147,12 +137,6 @@ def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, 
     assert note.endswith(libraries.extra("ao"))
     asked_for, _ = read("Q8_0", "none")
     assert not any("torchao" in note for note in asked_for.notes)
-
-
-def test_a_large_file_is_unpacked_as_before(read):
-    loaded, _ = read("F16")
-    assert loaded.weights == ""
-    assert any("unpacked to float32" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize(("kind", "quantize"), [("Q8_0", "int8"), ("Q4_0", "int4")])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from kvchat.bench.external import baselines
@@ -85,6 +86,34 @@ def number(key: str, value: int) -> bytes:
 def text(key: str, value: str) -> bytes:
     """A key with a text, for ``gguf_header``."""
     return _text(key) + struct.pack("<I", 8) + _text(value)
+
+
+def write_norms(
+    path: Path,
+    kind: str,
+    layers: int,
+    width: int,
+    values: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+) -> None:
+    """A model of norms: four heads of 32, two of them KV heads, and ``values`` of its rope beside the sizes."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(32)
+    writer.add_value_length(32)
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in (values or {}).items():
+        add[type(value)](f"{kind}.rope.{key}", value)
+    norms = {f"blk.{layer}.attn_norm.weight": np.ones(width, np.float32) for layer in range(layers)}
+    for name, array in (norms | (tensors or {})).items():
+        writer.add_tensor(name, array)
+    _finish(writer)
 
 
 def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: str = "") -> None:
@@ -201,6 +230,10 @@ def _write(writer: Any, tensors: dict[str, Tensor], kind: str, table_kind: str) 
             its_kind = gguf.GGMLQuantizationType[kind if name.startswith("blk.") else table_kind]
             packed = gguf.quantize(tensor.float().contiguous().numpy(), its_kind)
             writer.add_tensor(name, packed, raw_dtype=its_kind)
+    _finish(writer)
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -219,12 +219,6 @@ def test_closing_stdin_ends_a_running_answer(session, child):
     assert session.closed
 
 
-def test_rubbish_on_stdin_ends_the_server(child, capfd):
-    child.commands.write(b"\xff" * 8)
-    child.close()
-    assert "protocol" in capfd.readouterr().err
-
-
 def test_of_a_prompt_all_tokens_come(child, session):
     session.tokenize = lambda turns, args: [5, 6, 7]
     child.send(Tokenize(CHAT.turns))

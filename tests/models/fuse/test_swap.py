@@ -255,35 +255,6 @@ def test_a_wrong_fusion_is_undone(monkeypatch, wrong):
     assert torch.equal(sample_logits(model), plain)
 
 
-def test_layers_that_sum_otherwise_are_not_fused():
-    class Scaled(type(tiny_models.model("llama").model.layers[0])):
-        def forward(self, hidden_states, **kwargs):
-            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-            hidden_states = hidden_states + attended
-            return hidden_states + 2 * self.mlp(self.post_attention_layernorm(hidden_states))
-
-    model = tiny_models.fresh("llama")
-    model.model.layers[1].__class__ = Scaled
-    plain = sample_logits(model)
-    assert fuse(model, None).fused == ALL
-    assert "model.layers.1" not in forwards(model)
-    assert {"model.layers.0", "model.layers.1.mlp.up_proj", "model.layers.2"} & set(forwards(model)) == {
-        "model.layers.0",
-        "model.layers.2",
-    }
-    assert relative_error(sample_logits(model), plain) < 1e-6
-
-
-def test_projections_of_other_kinds_are_left_alone():
-    class Quantized(nn.Linear):
-        pass
-
-    model = tiny_models.fresh("llama")
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.__class__ = Quantized
-    assert fuse(model, None).fused == "norms, rope"
-
-
 @pytest.mark.cuda
 def test_kernels_are_taken_on_a_gpu():
     assert modules.kernels_for(torch.device("cpu")) is None
