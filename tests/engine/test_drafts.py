@@ -192,17 +192,19 @@ FAULTS = [EngineError("It fails here.", "", ""), MemoryError(), torch.OutOfMemor
 
 
 # The faults and both ways to sample take turns at the places: one clause has all faults.
-FAILING = [
-    pytest.param(place, FAULTS[i % 3], (GREEDY, DRAWN)[i % 2], id=place)
-    for i, place in enumerate(("verify", "forward_chunk", "agrees", "forget", "end_at"))
+PLACES_OF_A_ROUND = [
+    *(("lookup", place, 4) for place in ("verify", "forward_chunk", "agrees", "forget", "end_at")),
+    ("window", "_step", 9),  # inside the second round's guesses
 ]
+FAILING = [pytest.param(*at, FAULTS[i % 3], (GREEDY, DRAWN)[i % 2], id=at[1]) for i, at in enumerate(PLACES_OF_A_ROUND)]
 
 
-@pytest.mark.parametrize(("place", "fault", "sampling"), FAILING)
+@pytest.mark.usefixtures("guessing")
+@pytest.mark.parametrize(("draft", "place", "call", "fault", "sampling"), FAILING)
 def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(
-    model, drafted, plain, monkeypatch, place, fault, sampling
+    model, drafted, plain, monkeypatch, draft, place, call, fault, sampling
 ):
-    session, sampling = opened(model), replace(sampling, max_new_tokens=40)
+    session, sampling = opened(model, draft), replace(sampling, max_new_tokens=40)
     without, expected = plain(sampling)
     drafted(without.token_ids)
     owner = {"agrees": Sampler, "forget": session._loop}.get(place, session._runner)
@@ -210,18 +212,21 @@ def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(
 
     def fail(*args, **kwargs):
         calls.append(args)
-        if len(calls) == 4:
+        if len(calls) == call:
             raise fault
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(owner, place, fail)
-    events = list(session.answer(TURNS, sampling))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, fail)
+        events = list(session.answer(TURNS, sampling))
     assert len([event for event in events if isinstance(event, Noted)]) == 1
     assert events[-1].text == expected.text
     assert session._kv.mode.drafts_failed
-    assert session._kv.mode.drafter.rounds in (2, 3)
+    assert draft == "window" or session._kv.mode.drafter.rounds in (2, 3)
     assert_same_kv(session, without)
+    session.switch("full")
+    answered(session, replace(sampling, max_new_tokens=12))
+    assert session._kv.mode.drafter.rounds
 
 
 @pytest.mark.parametrize(("sampling", "host_dtype"), [(GREEDY, "int8"), (DRAWN, "model")], ids=["greedy", "drawn"])
@@ -235,28 +240,6 @@ def test_what_a_window_guesses_changes_nothing(bundled, guessing, sampling, host
     assert with_drafts.snapshot().active == with_drafts.total
     assert not with_drafts._kv.state.host.dequantized
     assert_same_kv(with_drafts, without, within=1e-4 if host_dtype == "model" else 0.2)
-
-
-def test_a_guess_that_fails_turns_drafts_off(model, guessing, plain):
-    session, (without, expected) = opened(model, "window"), plain()
-    step, calls = session._runner._step, []
-
-    def fail(token, control=False):
-        calls.append(token)
-        if len(calls) == 9:
-            raise EngineError("It fails here.", "", "")
-        return step(token, control)
-
-    session._runner._step = fail
-    events = list(session.answer(TURNS, GREEDY))
-    [noted] = [event for event in events if isinstance(event, Noted)]
-    assert "It fails here." in noted.text
-    assert session._kv.mode.drafts_failed
-    assert events[-1].text == expected.text
-    assert_same_kv(session, without)
-    session.switch("full")
-    answered(session)
-    assert session._kv.mode.drafter.rounds
 
 
 def test_in_auto_too_drafts_begin_again_where_they_are_asked_for_again(small_model, guessing):
