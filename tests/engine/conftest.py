@@ -1,4 +1,4 @@
-"""The bundled model, loaded once for all tests of the engine: a load takes longer than most of them."""
+"""Models that are loaded once for all tests of the engine: a load takes longer than most of them."""
 
 import pytest
 from support import tiny_models
@@ -22,25 +22,20 @@ def bundled():
 
 
 @pytest.fixture(scope="session")
-def small_model(bundled):
+def model(bundled):
     """A tiny random model with the bundled one's tokenizer, where words do not matter: it takes a quarter of the time.
 
     It is fused as the bundled one is, and no folder holds it, so that nothing of its conversations is kept on disk.
+    Some files replace it by the bundled one.
     """
     sizes = {"vocab_size": bundled.vocab, "max_position_embeddings": bundled.context}
     made = tiny_models.fresh("llama", **sizes, eos_token_id=min(bundled.eos_ids))
     return wrap(made, bundled.tokenizer, "small")
 
 
-@pytest.fixture(scope="session")
-def model(bundled):
-    """The model of a file's tests; some files replace it by the small one."""
-    return bundled
-
-
 @pytest.fixture
 def session(model):
-    """A session with the bundled model that has stored nothing yet."""
+    """A session that has stored nothing yet."""
     session = Session(model)
     yield session
     session.close()

@@ -19,11 +19,6 @@ COST = 3  # of an answer, in steps of a tiny model
 MODES = mode_names() if PLACES else ["speculative", "sync", "freeze"]
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 def answered(session: Session) -> str:
     return list(session.answer(TALE, GREEDY))[-1].text
 

@@ -89,8 +89,8 @@ def talk(session: Session, turns: list[Turn], text: str) -> tuple[list[Switched 
     return [event for event in events if isinstance(event, Switched | Noted)], finished
 
 
-def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(small_model, monkeypatch):
-    session, memory = slowed(small_model, monkeypatch, 2000)
+def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(model, monkeypatch):
+    session, memory = slowed(model, monkeypatch, 2000)
     assert (session.info.mode, session.info.auto) == ("full", session.snapshot().auto)
     turns, seen, told = list[Turn](), list[tuple[int, str, int | None]](), list[Switched | Noted]()
     for seed in range(9):
@@ -113,8 +113,8 @@ def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(
     assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, ")
 
 
-def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypatch):
-    session, turns = in_speculative(small_model, monkeypatch)
+def test_a_person_overrides_it_until_it_is_asked_for_again(model, monkeypatch):
+    session, turns = in_speculative(model, monkeypatch)
     with pytest.raises(UsageError):
         session.switch("streaming", budget=1)
     assert session.snapshot().auto, "a refused switch ends nothing"
@@ -138,8 +138,8 @@ def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypa
         session.enter(modes.parse("auto", {}))
 
 
-def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64_tokens(small_model, monkeypatch):
-    session, memory = slowed(small_model, monkeypatch, 3000)
+def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64_tokens(model, monkeypatch):
+    session, memory = slowed(model, monkeypatch, 3000)
     turns = list[Turn]()
     talk(session, turns, story(1500, 0))
     assert session._kv.mode.name == "full"
@@ -156,8 +156,8 @@ def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64
     assert session._kv.mode.name == "speculative"
 
 
-def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeypatch):
-    session = Session(small_model, Load(mode="auto", read_bytes_per_s=1e12))
+def test_where_ram_gets_short_pages_are_rounded_and_stay_so(model, monkeypatch):
+    session = Session(model, Load(mode="auto", read_bytes_per_s=1e12))
     token = session.info.kv_bytes_per_token
     limit = 3000 * token
     monkeypatch.setattr(available, "host_free", lambda: max(0, limit - session._kv.state.host.nbytes))
@@ -177,8 +177,8 @@ def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeyp
     assert session._kv.mode.name == "full"
 
 
-def test_a_setup_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
-    session, _ = slowed(small_model, monkeypatch, 300)
+def test_a_setup_that_is_refused_gives_way_to_the_next(model, monkeypatch):
+    session, _ = slowed(model, monkeypatch, 300)
     enter = KVManager.switch
     tried = list[int]()
 
@@ -197,8 +197,8 @@ def test_a_setup_that_is_refused_gives_way_to_the_next(small_model, monkeypatch)
     assert len(tried) > 1
 
 
-def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_stays(small_model, monkeypatch):
-    session, turns = in_speculative(small_model, monkeypatch)
+def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_stays(model, monkeypatch):
+    session, turns = in_speculative(model, monkeypatch)
     budget = session._switcher.parameters.budget
     assert budget
     for changes, of in (({"recovery": True}, "auto"), ({"sink": 8}, "speculative"), ({"recovery": False}, "auto")):
@@ -218,8 +218,8 @@ def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_s
     assert session._kv.mode.report().params["budget"] == 70
 
 
-def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(small_model, monkeypatch):
-    session, _ = slowed(small_model, monkeypatch, 400, speculative={"budget": 300})
+def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(model, monkeypatch):
+    session, _ = slowed(model, monkeypatch, 400, speculative={"budget": 300})
     session.switch(recovery=True)
     switched = session.switch("auto", speculative={"window": 48})
     assert (switched.mode, switched.given["speculative"]) == ("full", {"budget": 300, "window": 48})
@@ -232,8 +232,8 @@ def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(small_model, mo
     assert session._kv.mode.report().params.items() >= {"budget": 300, "window": 48}.items(), "the budget is the most"
 
 
-def test_a_request_may_ask_for_auto_and_for_another_mode_between(small_model):
-    session, turns, seen = Session(small_model, Load(mode="auto")), [Turn("user", "Hello!")], list[tuple[bool, float]]()
+def test_a_request_may_ask_for_auto_and_for_another_mode_between(model):
+    session, turns, seen = Session(model, Load(mode="auto")), [Turn("user", "Hello!")], list[tuple[bool, float]]()
     for asked in (("auto",), ("full",), ("full", {"recovery": True}), ("auto", {"tokens_per_s": 20}), ("auto",)):
         list(session.answer(turns, Sampling(max_new_tokens=2), conversation=None, variant=Variant(*asked)))
         auto = session._switcher.auto
@@ -243,8 +243,8 @@ def test_a_request_may_ask_for_auto_and_for_another_mode_between(small_model):
     assert not any(session._switcher.given.values()), "nothing of a request is kept"
 
 
-def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(small_model, monkeypatch):
-    session = Session(small_model, Load(mode="auto", read_bytes_per_s=1e12))
+def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(model, monkeypatch):
+    session = Session(model, Load(mode="auto", read_bytes_per_s=1e12))
     ended = threading.Event()
     monkeypatch.setattr(cpu_ops, "awaited", {"loops": ended})
     turns = list[Turn]()
@@ -255,8 +255,8 @@ def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(small_m
     assert session._switcher.auto.ratios.keys() == {"full"}
 
 
-def test_with_drafts_it_looks_as_often(small_model, monkeypatch):
-    session = Session(small_model, Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12))
+def test_with_drafts_it_looks_as_often(model, monkeypatch):
+    session = Session(model, Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12))
     monkeypatch.setattr(cpu_ops, "awaited", {})
     looked = list[int]()
     monkeypatch.setattr(

@@ -93,10 +93,10 @@ def test_too_little_text_is_refused(model, tmp_path):
 
 @pytest.mark.skipif(not WHOLE, reason="KVCHAT_TEST_GRIDS is not set")
 @pytest.mark.slow("the bundled model is calibrated")
-def test_the_shipped_calibration_is_the_commands(model):
-    shipped = find(model.revision)
+def test_the_shipped_calibration_is_the_commands(bundled):
+    shipped = find(bundled.revision)
     assert shipped is not None
-    measured = calibration.calibrate(model, calibration.default_samples(model), shipped.measured_on)
+    measured = calibration.calibrate(bundled, calibration.default_samples(bundled), shipped.measured_on)
     for name in ("similarity", "retrieval"):
         torch.testing.assert_close(
             torch.tensor(getattr(measured, name)), torch.tensor(getattr(shipped, name)), atol=5e-3, rtol=0
@@ -107,46 +107,46 @@ def test_the_shipped_calibration_is_the_commands(model):
         {"budget": 256, "index": "bits2"},
         pytest.approx(0.964, abs=2e-3),
     )
-    # One KV head each of layers 4, 5 and 6 carries the retrieval of this model.
+    # One KV head each of layers 4, 5 and 6 carries the retrieval of this bundled.
     assert [representatives(measured, "retrieval")[layer] for layer in (4, 5)] == [(2,), (3,)]
 
 
 # ---- keeping
 
 
-def test_what_is_saved_is_found_by_revision_before_what_is_shipped(model):
-    shipped = find(model.revision)
+def test_what_is_saved_is_found_by_revision_before_what_is_shipped(bundled):
+    shipped = find(bundled.revision)
     assert shipped is not None
-    assert shipped.revision == model.revision
-    own = calibration.Calibration(model.revision, "my text", 2, shipped.similarity, shipped.retrieval)
+    assert shipped.revision == bundled.revision
+    own = calibration.Calibration(bundled.revision, "my text", 2, shipped.similarity, shipped.retrieval)
     assert save(own).parent == paths.calibration_dir()
-    assert find(model.revision) == own
+    assert find(bundled.revision) == own
     assert find("another") is None
 
 
-def test_what_is_damaged_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_calibration_holds(model, monkeypatch):
-    file, problems = paths.calibration_dir() / f"{model.revision}.json", []
+def test_what_is_damaged_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_calibration_holds(bundled, monkeypatch):
+    file, problems = paths.calibration_dir() / f"{bundled.revision}.json", []
     shipped = load(paths.bundled_calibration_dir() / file.name)
     file.parent.mkdir(parents=True)
     for text in DAMAGED:
         file.write_text(text)
         with pytest.raises(UsageError, match=file.name):
             load(file)
-        assert find(model.revision, problems.append) == shipped, text
+        assert find(bundled.revision, problems.append) == shipped, text
         assert str(file) in str(problems.pop())
-    session = Session(model, entering("sync"))
+    session = Session(bundled, entering("sync"))
     assert [str(file) in note for note in session.info.notes if "calibration" in note] == [True]
     assert "".join(session.chat("Hello.", Sampling(max_new_tokens=4)))
     file.unlink()
     os.mkfifo(file)
-    assert find(model.revision, problems.append) == shipped
+    assert find(bundled.revision, problems.append) == shipped
     monkeypatch.setattr(paths, "calibration_dir", lambda: file.parent / ("n" * 300))  # as a folder closed to us
-    assert find(model.revision, problems.append) == shipped
+    assert find(bundled.revision, problems.append) == shipped
     assert [str(file.name) in str(problem) for problem in problems] == [True, True]
 
 
-def test_a_full_disk_leaves_the_old_calibration(model, request):
-    shipped = find(model.revision)
+def test_a_full_disk_leaves_the_old_calibration(bundled, request):
+    shipped = find(bundled.revision)
     file = save(shipped)
     request.getfixturevalue("full_disk")
     with pytest.raises(UsageError, match="cannot be written"):
@@ -155,18 +155,18 @@ def test_a_full_disk_leaves_the_old_calibration(model, request):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_folder_that_cannot_be_written_is_named(model, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(bundled, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
-        save(find(model.revision), tmp_path / "file" / "x.json")
+        save(find(bundled.revision), tmp_path / "file" / "x.json")
 
 
 # ---- without a calibration
 
 
-def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeypatch):
+def test_a_model_without_one_is_measured_on_its_first_long_prompt(bundled, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(model, entering("sync", {"budget": 132}))
+    session = Session(bundled, entering("sync", {"budget": 132}))
     assert any("kvchat calibrate bundled" in note for note in session.info.notes)
     list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
     assert "long prompt" in session.snapshot().extras["representative heads"]
@@ -180,9 +180,9 @@ def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeyp
     assert not bool(session.attended(0).all())
 
 
-def test_switching_in_measures_on_what_is_stored(small_model, monkeypatch):
+def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(small_model)
+    session = Session(model)
     session.prefill([7, 8, 9] * 200)
     assert session.switch("sync", budget=132).params["clusters"] == 1
     assert session.snapshot().extras["measured on"].startswith("this prompt")
@@ -201,9 +201,9 @@ def attending(monkeypatch, tokens: int) -> None:
     monkeypatch.setattr(inspect, "attention_shares", attention_shares)
 
 
-def test_speculative_mode_measures_how_many_tokens_the_attention_needs(small_model, monkeypatch):
+def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
     """At the first 1,024 tokens and at each doubling; the budget is only raised, and one that is given stays."""
-    session = Session(small_model, entering("speculative"))
+    session = Session(model, entering("speculative"))
     attending(monkeypatch, 100)
     session.prefill([7, 8, 9] * 300)
     assert "measured on" not in session.snapshot().extras
@@ -224,8 +224,8 @@ def test_speculative_mode_measures_how_many_tokens_the_attention_needs(small_mod
 
 
 @pytest.mark.parametrize("given", [{"window": 300}, {"sink": 300}, {"index": "bits4"}])
-def test_where_a_part_is_given_nothing_of_what_was_measured_counts(small_model, monkeypatch, given):
-    session = Session(replace(small_model, context=32_768), entering("speculative", given))
+def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkeypatch, given):
+    session = Session(replace(model, context=32_768), entering("speculative", given))
     attending(monkeypatch, 10)
     session.prefill([7, 8, 9] * 400)
     assert (session.info.params["budget"], session.info.params | given) == (1024, session.info.params)
@@ -240,8 +240,8 @@ def test_layers_that_see_everything_are_looked_at_at_all_depths(windows, looked_
     assert inspect._looked_at(state) == looked_at
 
 
-def test_no_budget_is_enough_for_attention_to_everything(small_model, monkeypatch):
-    session = Session(small_model, entering("speculative"))
+def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
+    session = Session(model, entering("speculative"))
     attending(monkeypatch, 3000)
     session.prefill([7, 8, 9] * 1000)
     assert session.info.params["budget"] == 2048
@@ -255,8 +255,7 @@ def calibrate(*options: str) -> Result:
     return CliRunner().invoke(app, ["calibrate", "bundled", "--device", "cpu", *options], catch_exceptions=False)
 
 
-def test_the_command_saves_what_it_measured(small_model, monkeypatch, tmp_path):
-    model = small_model
+def test_the_command_saves_what_it_measured(model, monkeypatch, tmp_path):
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))

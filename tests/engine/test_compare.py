@@ -45,11 +45,6 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 @pytest.fixture
 def session(model):
     """A conversation whose answer was computed with less context."""

@@ -29,11 +29,6 @@ GREEDY = Sampling(temperature=0, max_new_tokens=80)
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=80)
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 @pytest.fixture
 def drafted(monkeypatch):
     """Sets the tokens that are drafted at every token: a few of these, where they go on as given, and wrong ones."""
@@ -130,12 +125,12 @@ def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted, pl
     assert_same_kv(with_drafts, without)
 
 
-def test_an_answer_is_as_long_as_asked_for_and_ends_with_the_context(small_model, drafted):
-    session = opened(small_model)
+def test_an_answer_is_as_long_as_asked_for_and_ends_with_the_context(model, drafted):
+    session = opened(model)
     for tokens in (1, 2, 3, 5, 9):
         answered(session, Sampling(temperature=0, max_new_tokens=tokens))
         assert len(session.token_ids) == tokens
-    turns, model = (Turn("user", "One two three four. " * 100),), replace(small_model, context=600)
+    turns, model = (Turn("user", "One two three four. " * 100),), replace(model, context=600)
     session = opened(model)
     assert answered(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
     assert session.total == model.context
@@ -242,9 +237,9 @@ def test_what_a_window_guesses_changes_nothing(bundled, guessing, sampling, host
     assert_same_kv(with_drafts, without, within=1e-4 if host_dtype == "model" else 0.2)
 
 
-def test_in_auto_too_drafts_begin_again_where_they_are_asked_for_again(small_model, guessing):
+def test_in_auto_too_drafts_begin_again_where_they_are_asked_for_again(model, guessing):
     asked = Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12)
-    session = Session(small_model, asked)
+    session = Session(model, asked)
     list(session.answer(TURNS, Sampling(max_new_tokens=4)))
     session._kv.mode.drafter.failed = True
     list(session.answer(TURNS, Sampling(max_new_tokens=4)))

@@ -8,6 +8,7 @@ import torch
 from kvchat import libraries
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.sampler import Grammar, Vocabulary
+from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
@@ -74,8 +75,9 @@ def test_the_next_answer_is_free_again(session):
     assert ask(session, sampling=greedy).text == free
 
 
-def test_a_thought_is_free(session, monkeypatch):
+def test_a_thought_is_free(bundled, monkeypatch):
     """Its end is the first full stop here."""
+    session = Session(bundled)
     monkeypatch.setattr(session._loop.encoder, "thought_end", lambda turns, prompt: ".")
     text = ask(session, sampling=Sampling(temperature=0, max_new_tokens=200), json_schema=SCHEMA).text
     thought, _, said = text.partition(".")

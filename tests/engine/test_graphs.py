@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.fake_cuda.tape import TapeRecorder
-from support.grids import thinned
+from support.grids import WHOLE, thinned
 from support.kv_steps import as_on_a_gpu
 from support.tiny_runner import COMPARED, PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 from transformers.cache_utils import LinearAttentionLayer
@@ -47,7 +47,7 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
     ("name", "row"), [*(("llama", row) for row in (*PARAMS, *COMPARED)), ("gpt_oss", "speculative"), ("gpt_oss", "h2o")]
 )
 def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
-    model, ids = loaded(name), token_ids(400)
+    model, ids = loaded(name, num_hidden_layers=2), token_ids(400)
     one, other, recorder = pair(model, row, ids[:100])
     same_steps(one, other, ids[100:112])
     played = recorder.played
@@ -63,7 +63,10 @@ def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
     assert not one.graphs.refusal
 
 
-@pytest.mark.parametrize(("name", "row"), [*thinned(tiny_models.HYBRID, ["full", "speculative", "freeze", "sync"])])
+STATES = tiny_models.HYBRID if WHOLE else tiny_models.STATES
+
+
+@pytest.mark.parametrize(("name", "row"), thinned(STATES, ["full", "speculative", "freeze", "sync"]))
 def test_a_hybrid_by_graph_is_the_hybrid_run_eagerly(name, row):
     """Also after its state was put back, and where tokens were read again."""
     model, ids = loaded(name), token_ids(200)

@@ -31,11 +31,6 @@ GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 BOTH = (Variant("full"), Variant("streaming", {"budget": 128}))
 CHANGES = {
     "step": lambda s: s.step(5),
@@ -190,9 +185,9 @@ def as_one_thread_would(session: Session, again: Session) -> bool:
 
 
 @pytest.mark.parametrize("mode", mode_names())
-def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(small_model, mode):
+def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(model, mode):
     """Integrity was lost in freeze, streaming and sync without a word."""
-    session = in_mode(small_model, mode)
+    session = in_mode(model, mode)
     session.prefill(PROMPT)
 
     def steps(token):
@@ -201,11 +196,11 @@ def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(small_mo
 
     assert run_at_once(lambda: steps(5), lambda: steps(6)) == []
     assert sorted(session._loop.stored.ids[len(PROMPT) :]) == [5] * STEPS + [6] * STEPS
-    assert as_one_thread_would(session, in_mode(small_model, mode))
+    assert as_one_thread_would(session, in_mode(model, mode))
 
 
-def test_nothing_begins_while_another_thread_is_inside(small_model):
-    session, entered, done = Session(small_model), threading.Event(), threading.Event()
+def test_nothing_begins_while_another_thread_is_inside(model):
+    session, entered, done = Session(model), threading.Event(), threading.Event()
     session.prefill(PROMPT)
     forward = session._runner._forward
     session._runner._forward = lambda: (entered.set(), done.wait(), forward())[-1]
@@ -222,13 +217,11 @@ def test_nothing_begins_while_another_thread_is_inside(small_model):
         thread.join()
     session._runner._forward = forward
     assert session._loop.stored.ids == [*PROMPT, 9]
-    assert as_one_thread_would(session, Session(small_model))
+    assert as_one_thread_would(session, Session(model))
 
 
-def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_displaced_after_that(
-    small_model, monkeypatch
-):
-    session = Session(small_model)
+def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_displaced_after_that(model, monkeypatch):
+    session = Session(model)
     switching, refused, done = threading.Event(), threading.Event(), threading.Event()
     session.prefill(PROMPT)
     compared = session.compare(HELLO, [Variant("full"), Variant("streaming", {"budget": 128})], GREEDY)
@@ -253,11 +246,11 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     thread.join()
     comparing.join()
     assert session._loop.stored.ids == list(PROMPT)
-    assert as_one_thread_would(session, in_mode(small_model, session.info.mode))
+    assert as_one_thread_would(session, in_mode(model, session.info.mode))
 
 
-def test_threads_may_take_turns(small_model):
-    session = Session(small_model)
+def test_threads_may_take_turns(model):
+    session = Session(model)
     answer = session.answer(HELLO, GREEDY)
     events: list[object] = []
     while run_at_once(lambda: events.append(next(answer))) == []:
@@ -372,10 +365,10 @@ def test_what_is_asked_for_reaches_the_model_and_the_session_whole(monkeypatch, 
 
 
 @pytest.mark.parametrize("mode", mode_names())
-def test_a_mode_works_or_is_refused_with_any_number(small_model, mode):
+def test_a_mode_works_or_is_refused_with_any_number(model, mode):
     """25 pairs of a mode's parameter and a number were taken, and every step after them overflowed (findings, 17)."""
     for name, number in product(modes.registered()[mode].model_fields, (MAX_COUNT, MAX_COUNT + 1, 1e300, 5e-324)):
-        session = Session(small_model)
+        session = Session(model)
         try:
             session.switch(mode, **{name: number})
         except KvchatError:

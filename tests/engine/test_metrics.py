@@ -28,11 +28,6 @@ FOX = (Turn("user", "Once upon a time there was a little fox. " * 40),)
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 def filled(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:
     """``session``, in which ``tokens`` tokens are stored, in a mode."""
     session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
@@ -222,7 +217,7 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
 
 def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
     session = Session(model, entering("streaming", {"budget": 64}))
-    events = session.answer(FOX, Sampling())
+    events = session.answer(FOX, Sampling(max_new_tokens=4))
     told = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
     assert told[0]
     assert not told[-1]

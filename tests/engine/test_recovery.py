@@ -60,8 +60,8 @@ def spikes(*starts: int) -> set[int]:
     return {i for start in starts for i in (start, start + 1)}
 
 
-def test_each_level_comes_in_its_turn(small_model):
-    session = Scripted(small_model, entering("freeze", EAGER)).script(spikes(40, 70, 100, 130))
+def test_each_level_comes_in_its_turn(model):
+    session = Scripted(model, entering("freeze", EAGER)).script(spikes(40, 70, 100, 130))
     events, text = run(session)
     assert levels(events) == ["SR", "WR", "FR", "RR"]
     assert all(event.signal == "entropy" and event.value > 3 for event in events if isinstance(event, Recovered))
@@ -70,7 +70,7 @@ def test_each_level_comes_in_its_turn(small_model):
     finished, started = events[-1], events[0]
     assert isinstance(finished, Finished)
     assert isinstance(started, Started)
-    assert finished.text == text == small_model.tokenizer.decode(session.token_ids)
+    assert finished.text == text == model.tokenizer.decode(session.token_ids)
     assert session.text(started.prompt_tokens, session.total) == text
     assert session.total == started.prompt_tokens + 180
     assert (finished.stats.recoveries, finished.stats.withdrawn_tokens) == (4, 16)
@@ -78,19 +78,19 @@ def test_each_level_comes_in_its_turn(small_model):
     assert session.snapshot().extras["recovery"] == "RR"
 
 
-def test_a_full_reset_reads_everything_for_a_while(small_model):
-    session = Scripted(small_model, entering("freeze", EAGER)).script(spikes(40, 60, 80))
+def test_a_full_reset_reads_everything_for_a_while(model):
+    session = Scripted(model, entering("freeze", EAGER)).script(spikes(40, 60, 80))
     run(session)
     assert not any(session.all_read[20:42])
     assert all(session.all_read[82:146])
     assert not all(session.all_read[146:])
 
 
-def test_the_regeneration_takes_another_way(small_model):
+def test_the_regeneration_takes_another_way(model):
     """Tokens before the withdrawn ones stay, and the seed determines all of it."""
     sampling = replace(RANDOM, seed=3, max_new_tokens=110)
     first, second, plain = (
-        Scripted(small_model, entering("full", params)).script(range(50, 400)) for params in (RECOVERS, RECOVERS, {})
+        Scripted(model, entering("full", params)).script(range(50, 400)) for params in (RECOVERS, RECOVERS, {})
     )
     assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
     run(plain, sampling)
@@ -99,28 +99,28 @@ def test_the_regeneration_takes_another_way(small_model):
     assert first.token_ids[50:60] != plain.token_ids[50:60]
 
 
-def test_off_by_a_setting_and_where_nothing_would_change(small_model):
+def test_off_by_a_setting_and_where_nothing_would_change(model):
     for mode, params, temperature in (("freeze", {"recovery": False}, 1), ("streaming", {}, 1), ("full", RECOVERS, 0)):
-        session = Scripted(small_model, entering(mode, params)).script(spikes(40, 50))
+        session = Scripted(model, entering(mode, params)).script(spikes(40, 50))
         assert levels(run(session, replace(RANDOM, temperature=temperature, max_new_tokens=60))[0]) == []
 
 
-def test_a_finished_answer_is_not_taken_back(small_model):
+def test_a_finished_answer_is_not_taken_back(model):
     """The regeneration is due with the last token."""
     for tokens, taken in ((42, []), (43, ["RR"])):
-        session = Scripted(small_model, entering("full", RECOVERS)).script(spikes(40))
+        session = Scripted(model, entering("full", RECOVERS)).script(spikes(40))
         assert levels(run(session, replace(RANDOM, max_new_tokens=tokens))[0]) == taken
 
 
-def test_speculative_widens_its_budget_for_a_while(small_model):
-    session = Scripted(small_model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40, 60))
+def test_speculative_widens_its_budget_for_a_while(model):
+    session = Scripted(model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40, 60))
     budgets = {}
     list(session.answer(TURNS, RANDOM, lambda generated: budgets.update({generated: session.info.params["budget"]})))
     assert [budgets[n] for n in (42, 43, 62, 63, 120, 150)] == [128, 256, 256, 512, 512, 128]
 
 
-def test_a_mode_entered_meanwhile_stays(small_model):
-    session = Scripted(small_model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40))
+def test_a_mode_entered_meanwhile_stays(model):
+    session = Scripted(model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40))
     list(session.answer(TURNS, RANDOM, lambda generated: generated == 60 and session.switch("streaming")))
     assert session.info.mode == "streaming"
 
@@ -144,10 +144,10 @@ def test_rewinding_puts_the_sampler_back():
     assert len(guard.signals.tokens) == 4
 
 
-def test_the_conversation_kept_inside_has_no_withdrawn_text(small_model):
-    session = Scripted(small_model, entering("full", RECOVERS)).script(spikes(40))
+def test_the_conversation_kept_inside_has_no_withdrawn_text(model):
+    session = Scripted(model, entering("full", RECOVERS)).script(spikes(40))
     text = "".join(session.chat("Hello.", replace(RANDOM, max_new_tokens=80)))
-    assert text == small_model.tokenizer.decode(session.token_ids)
+    assert text == model.tokenizer.decode(session.token_ids)
 
 
 # ---- Recovery's signals and ladder, with scripted numbers

@@ -18,11 +18,6 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.protocol.messages import Load, Prefilled, Rebuilt, Sampling, Turn
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
     calm, pins = Session(model), Pins()
     monkeypatch.setattr(state_module, "HostPool", partial(HostPool, registrar=pins))

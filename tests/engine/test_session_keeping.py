@@ -1,6 +1,7 @@
 """What is written of a conversation to disk, whatever a session is asked beside answers."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
+
+
+@pytest.fixture(scope="module")
+def model(model):
+    """With a revision: conversations of what no folder holds are not kept on disk."""
+    return replace(model, revision="1")
 
 
 @pytest.fixture

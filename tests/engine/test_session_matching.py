@@ -1,5 +1,7 @@
 """Conversations that come without a name: found by what they begin with, kept when others come between."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvchat.engine.session import Session
@@ -87,6 +89,7 @@ def test_a_thought_that_the_template_leaves_out_makes_no_second_talk(session):
 
 
 def test_talks_on_disk_are_found(model, tmp_path):
+    model = replace(model, revision="1")
     load = Load(keeping=Keeping(0, 2**30, str(tmp_path)))
     first = Session(model, load)
     turns = talk(first, SEA)

@@ -30,11 +30,6 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(small_model):
-    return small_model
-
-
 def finished(session: Session, turns, conversation=""):
     return list(session.answer(turns, GREEDY, conversation=conversation))[-1]
 
@@ -131,8 +126,8 @@ def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, n
 @pytest.mark.parametrize(
     ("budget", "pinned", "effective"), [(256, 13, range(200, 240)), (64, 13, [64]), (480, 0, [500 - 65])]
 )
-def test_streaming_never_reads_more_than_the_context(small_model, budget, pinned, effective):
-    session = Session(replace(small_model, context=500), entering("streaming", {"budget": budget}))
+def test_streaming_never_reads_more_than_the_context(model, budget, pinned, effective):
+    session = Session(replace(model, context=500), entering("streaming", {"budget": budget}))
     told = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
     finished(session, (told, Turn("assistant", "Yes."), Turn("user", LINE * (23 - pinned))))
     assert session.snapshot().params["budget"] in effective

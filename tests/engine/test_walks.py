@@ -97,8 +97,8 @@ def test_a_token_enters_few_files(model, mode, monkeypatch):
     assert len(set.union(*tokens) - ordinary) <= 4, sorted(set.union(*tokens) - ordinary)
 
 
-def test_a_switch_passes_few_files_down_to_the_copies(small_model, monkeypatch):
-    session = Session(small_model)
+def test_a_switch_passes_few_files_down_to_the_copies(model, monkeypatch):
+    session = Session(model)
     list(session.answer(LONG, Sampling(temperature=0, max_new_tokens=2)))
     walks = recorded(monkeypatch, session._kv.state.transfer, "load_table")
     session.switch("streaming", budget=64)
@@ -120,8 +120,8 @@ def holds(thing: object) -> bool:
     return thing == float(SETTING) if isinstance(thing, float) else False
 
 
-def test_a_setting_passes_few_files_down_to_its_mode(small_model, monkeypatch):
-    monkeypatch.setattr(sessions, "load_model", lambda *args, **kwargs: small_model)
+def test_a_setting_passes_few_files_down_to_its_mode(model, monkeypatch):
+    monkeypatch.setattr(sessions, "load_model", lambda *args, **kwargs: model)
     with files_entered(lambda frame: any(map(holds, frame.f_locals.values()))) as files:
         settings = profile.load_settings(options.flags({"mode": "speculative", "param": [f"tau={SETTING}"]})).settings
         load = wire.decode_command(wire.encode(chat.load_of(settings))[4:])

@@ -132,12 +132,6 @@ def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]
     return tokens
 
 
-@pytest.mark.parametrize("name", tiny_models.HYBRID)
-def test_greedy_tokens_are_those_of_transformers(name):
-    runner = runner_of_mode(name, "full")
-    assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
-
-
 @pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID, [*MODES]))
 def test_a_question_asked_again_is_answered_again(name, mode):
     """Regenerating, continuing a stopped answer, an edited question, and a question after a truncation."""

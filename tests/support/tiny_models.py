@@ -275,10 +275,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Architectures that keep a recurrent state, of which those in ``STATES`` are one each of a kind of state.
 HYBRID = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granite_hybrid", "nemotron_h", "falcon_h1"),
     *("jamba", "kimi_linear", "bamba", "olmo_hybrid"),
 )
+STATES = ("qwen3_5", "lfm2", "nemotron_h", "falcon_h1", "jamba", "kimi_linear")
 
 
 def config(name: str, **changes: Any) -> Any:
