@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import tiny_multimodal
 from support.integrity import check_integrity
 from support.loads import entering
 from support.tiny_runner import speaking
@@ -19,7 +18,6 @@ from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import available
-from kvchat.models.load import load_model
 from kvchat.protocol.messages import Compared, Comparing, Keeping, Load, Prefilled, Sampling, Started, Turn, Variant
 
 SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
@@ -192,17 +190,6 @@ def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(ses
     with pytest.raises(DoesNotFitError):
         list(session.compare((Turn("user", "Hi"),), VARIANTS, SAMPLING))
     assert same(state_of(session), before)
-
-
-def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared(tmp_path):
-    tiny_multimodal.save(tiny_multimodal.fresh("qwen3_5"), tmp_path)
-    model = load_model(Load(str(tmp_path), "cpu", "float32"), lambda stage: None)
-    one, other = Session(model), Session(model)
-    for session in (one, other):
-        list(session.answer(STORY[:1], SAMPLING))
-    *_, compared = one.compare((Turn("user", "Hello"),), (Variant("full"), NARROW), SAMPLING)
-    assert len(compared.runs) == 2
-    assert torch.allclose(one.step(7), other.step(7), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])

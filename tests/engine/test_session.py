@@ -240,17 +240,6 @@ def test_a_fact_at_2500_tokens_is_recalled_by_full_and_speculative_and_not_by_st
     assert recalled == {"full": True, "speculative": True, "streaming": False}
 
 
-def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, monkeypatch):
-    def refuse(cached=None):
-        raise DoesNotFitError("No room for the slots.")
-
-    events = session.answer(HELLO, GREEDY)
-    next(events)
-    monkeypatch.setattr(session._kv, "refill", refuse)
-    with pytest.raises(DoesNotFitError, match="No room"):
-        list(events)
-
-
 def test_a_closed_session_keeps_no_memory_whatever_the_collector_does_nor_a_model_under_a_suspended_answer():
     session = load("bundled", device="cpu")
     answer = session.chat("Hello.", Sampling(temperature=0))  # over ``answer``

@@ -13,7 +13,7 @@ from kvchat.engine import prefix_cache, recovery
 from kvchat.engine.session import Session
 from kvchat.models.load import load_model
 from kvchat.models.recurrent import TAIL
-from kvchat.protocol.messages import Finished, Keeping, Load, Recovered, Resumed, Sampling, Started, Turn
+from kvchat.protocol.messages import Finished, Load, Recovered, Resumed, Sampling, Started, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)
@@ -98,18 +98,6 @@ def test_the_panels_count_the_states_bytes(hybrid):
     assert snapshot.kv_device_bytes == session._kv.device_bytes + state.nbytes
     assert snapshot.kv_host_bytes == session._kv.state.host.nbytes + state.snapshot_bytes
     assert "KiB" in snapshot.extras["recurrent state"]
-
-
-def test_a_talk_without_a_name_goes_on_from_its_state(hybrid):
-    session = Session(hybrid, Load(keeping=Keeping(2**30)))
-    first = list(session.answer(HELLO, GREEDY, None, None))
-    turns = (*HELLO, Turn("assistant", text_of(first)), QUESTION)
-    list(session.answer((Turn("user", "Give a title to a talk about cats. " * 9),), GREEDY, None, None))
-    events = list(session.answer(turns, GREEDY, None, None))
-    started = next(event for event in events if isinstance(event, Started))
-    assert any(isinstance(event, Resumed) for event in events)
-    assert session.token_ids == fresh_tokens(session, started)
-    session.close()
 
 
 # ---- Keeping conversations of tiny hybrid models: K/V and recurrent state, from memory and from disk

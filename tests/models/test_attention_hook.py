@@ -1,5 +1,6 @@
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,23 +133,18 @@ def test_two_models_in_two_threads_keep_apart():
         name: attention_hook.forward(tiny_models.model(name), ids(9), torch.arange(9), DenseManager(), logits=True)
         for name in backends
     }
-    meeting, together = threading.Barrier(2), {}
+    meeting = threading.Barrier(2)
 
     def run(name):
-        for position in range(9):
+        for position in torch.arange(9).split(1):
             meeting.wait(timeout=PATIENCE_S)
-            one = torch.tensor([position])
-            together[name] = attention_hook.forward(
-                tiny_models.model(name), ids(9)[one], one, backends[name], logits=True
-            )
+            model = tiny_models.model(name)
+            logits = attention_hook.forward(model, ids(9)[position], position, backends[name], logits=True)
+        return logits
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in backends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, logits in alone.items():
-        torch.testing.assert_close(together[name], logits, atol=2e-4, rtol=2e-5)
+    with ThreadPoolExecutor(2) as pool:
+        for logits, together in zip(alone.values(), pool.map(run, backends), strict=True):
+            torch.testing.assert_close(together, logits, atol=2e-4, rtol=2e-5)
 
 
 def test_logits_are_the_last_tokens_in_float32():

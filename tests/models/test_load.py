@@ -309,8 +309,6 @@ def answering(monkeypatch, answer):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errors.RepositoryNotFoundError, "The hub has no model org/model"),
-        (errors.GatedRepoError, "org/model is gated"),
         (errors.LocalEntryNotFoundError, "org/model cannot be downloaded"),
         (errors.HFValidationError, '"org/model" is not a model'),
         (OSError, "org/model cannot be downloaded"),

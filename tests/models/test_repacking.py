@@ -79,12 +79,6 @@ def test_a_large_vocabulary_decides_nothing(model, tmp_path, kind, table_kind, e
     assert repacking.by_default(described) == expected
 
 
-def test_what_is_not_unpacked_is_left_as_it_is():
-    described = describe("bundled", "cpu", "float32", silent)
-    assert repacking.by_default(described) == "none"
-    assert described.weights.layer_bits == 0
-
-
 @pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.03)])
 def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of, model, kind, packed, error):
     """4-bit levels stay the file's: errors come from scales, products in bfloat16, and embeddings in 8 bits."""

@@ -226,7 +226,7 @@ def test_it_is_heard_where_what_libraries_print_goes_nowhere(tmp_path, capfd, mo
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_bars_were_used_before_is_used_again(tmp_path, model):
+def test_what_bars_were_used_before_is_used_again():
     def ours(factory, args, options):
         return factory(*args, **options)
 

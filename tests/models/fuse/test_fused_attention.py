@@ -120,10 +120,16 @@ def bundled(**how):
     return load_model(Load("bundled", "cpu", **how), lambda stage: None).model
 
 
+@pytest.fixture
+def called(monkeypatch):
+    """The calls of layers that compute one token."""
+    calls, own = [], one_token.OneTokenLayer.__call__
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: calls.append(1) or own(*given))
+    return calls
+
+
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_it_computes_what_the_modules_compute(quantize, monkeypatch):
-    called, own = [], one_token.OneTokenLayer.__call__
-    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: called.append(1) or own(*given))
+def test_it_computes_what_the_modules_compute(quantize, called):
     model = bundled(quantize=quantize, dtype="float32")
     called.clear()
     logits = modules.sample_logits(model)
@@ -133,9 +139,7 @@ def test_it_computes_what_the_modules_compute(quantize, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # with norms of each head; and before each sum, and GELU
-def test_layers_with_more_norms_are_two_loops_too(name, monkeypatch):
-    called, own = [], one_token.OneTokenLayer.__call__
-    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: called.append(1) or own(*given))
+def test_layers_with_more_norms_are_two_loops_too(name, called):
     model = tiny_models.fresh(name, hidden_size=128, intermediate_size=256, head_dim=32)
     for linear in body(model):
         int8_rows.pack(linear)

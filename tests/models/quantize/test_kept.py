@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import tiny_models
 from support.full_disk import full_disk
-from support.gguf_files import write_model
+from support.gguf_files import write_tiny
 from support.progress import silent
 
 from kvchat import paths
@@ -23,9 +24,10 @@ from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(scope="module")
-def made(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
-    write_model(path, model)
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    sizes = {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256}
+    write_tiny(path, tiny_models.fresh("llama", **sizes), "llama", layers="Q8_0")
     return path
 
 

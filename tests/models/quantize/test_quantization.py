@@ -16,8 +16,6 @@ from kvchat.models.fuse.modules import projections, sample_logits
 from kvchat.models.load import load_model
 from kvchat.models.probe import relative_error, selftest
 from kvchat.models.quantize import quantization
-from kvchat.models.quantize.int4_rows import Int4Rows
-from kvchat.models.quantize.rows import ROWS
 from kvchat.protocol.messages import Load
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -82,7 +80,7 @@ def four_bits():
 
 
 @needs_bitsandbytes
-def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
+def test_the_bundled_model_in_4_bits(four_bits, model):
     assert (four_bits.weights, model.weights) == ("nf4", "")
     assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
     assert four_bits.model.num_parameters() == model.model.num_parameters()
@@ -94,7 +92,7 @@ def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
 
 
 @needs_bitsandbytes
-def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
+def test_4_bits_are_near_the_weights_they_stand_for(four_bits):
     """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -224,7 +222,7 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
 # ---- int8 and int4 on a CPU ------------------------------------------------------------------------
 
 
-def test_the_bundled_model_in_8_bits(int8, model, capfd):
+def test_the_bundled_model_in_8_bits(int8, model):
     assert (int8.weights, int8.dtype, int8.notes) == ("int8", torch.float32, model.notes)
     # 32 weights have a float16 scale; the head's are the embeddings' too
     linears = [m.weight for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
@@ -233,17 +231,10 @@ def test_the_bundled_model_in_8_bits(int8, model, capfd):
     assert selftest(int8.model) < 0.02
 
 
-def test_8_bits_are_near_the_weights_they_stand_for(int8, model):
-    plain = sample_logits(load_model(Load("bundled", "cpu", fast=False), silent).model)
-    assert relative_error(sample_logits(int8.model), plain) < 0.06
-
-
 def test_8_bit_projections_are_merged_in_fused_layers(int8):
     attention = int8.model.model.layers[0].self_attn
     storages = {linear.weight.untyped_storage().data_ptr() for linear in projections(attention)}
     assert (int8.fused, int8.notes, len(storages)) == ("norms, merged projections, rope, fused layers", (), 1)
-    unfused = load_model(Load("bundled", "cpu", quantize="int8", fast=False), silent)
-    assert relative_error(sample_logits(int8.model), sample_logits(unfused.model)) < 0.01
 
 
 @pytest.fixture(scope="module")
@@ -268,12 +259,3 @@ def test_the_bundled_model_in_int4(int4, model):
 def test_on_a_cpu_no_package_is_needed(nothing_installed, llama_folder, quantize):
     loaded = load_model(Load(str(llama_folder), "cpu", "bfloat16", quantize=quantize), silent)
     assert (loaded.weights, loaded.dtype) == (quantize, torch.bfloat16)
-
-
-def test_int4_is_near_the_weights_it_stands_for(int4):
-    plain = load_model(Load("bundled", "cpu", fast=False), silent)
-    for name, linear in int4.model.named_modules():
-        if isinstance(rows := linear.__dict__.get(ROWS), Int4Rows):
-            same = plain.model.get_submodule(name)
-            same.weight.data = rows.multiply(torch.eye(same.in_features)).T.contiguous()
-    assert relative_error(sample_logits(int4.model), sample_logits(plain.model)) < 0.02
