@@ -20,10 +20,6 @@ MODES = {
     "streaming": {"budget": 64, "R": 8, "sigma": 6, "delta": 5},
     "speculative": {"budget": 128, "sink": 8, "window": 32},
 }
-PROMPTS = [
-    "My name is Maria and I live in a small house by the sea. Tell me a short story about my grandmother and her boat.",
-    "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
-]
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
@@ -34,34 +30,18 @@ def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
     return generated
 
 
-def generate(model, prompts: list[list[int]], n: int, attention: str) -> list[list[int]]:
-    """transformers' own greedy decoding of prompts of one length."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(attention)
-    try:
-        ids = torch.tensor(prompts)
-        ends = {"max_new_tokens": n, "min_new_tokens": n, "eos_token_id": None, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
-        return out[:, ids.shape[1] :].tolist()
-    finally:
-        model.set_attn_implementation(before)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
+    """transformers' own greedy decoding."""
     model, ids = loaded(name), token_ids(60)
     one = runner_of(model)
     one.chunk = 23
-    assert greedy(one, ids, 40) == generate(model.model, [ids], 40, "eager")[0]
-
-
-@pytest.mark.slow("the bundled model answers, and transformers does")
-def test_full_mode_is_generate_on_the_bundled_model(bundled):
-    prompts = [bundled.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
-    assert {len(ids) for ids in prompts} == {20}
-    expected = generate(bundled.model, prompts, 60, "sdpa")
-    for ids, tokens in zip(prompts, expected, strict=True):
-        assert greedy(runner_of(bundled), ids, 60) == tokens
+    tokens = greedy(one, ids, 40)
+    model.model.set_attn_implementation("eager")
+    ends = {"max_new_tokens": 40, "min_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+    prompt = torch.tensor([ids])
+    made = model.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **ends)
+    assert tokens == made[0, 60:].tolist()
 
 
 @pytest.mark.parametrize(

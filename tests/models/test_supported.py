@@ -210,7 +210,7 @@ def test_an_error_without_words_is_named_by_its_kind():
 # ---- The language part of multimodal checkpoints: loaded without the rest, and equal to the whole model on text
 
 
-PROMPT, NEW = list(range(40, 75)), 24
+PROMPT, NEW = list(range(40, 75)), 12
 
 
 @pytest.fixture(scope="module", params=tiny_multimodal.CONFIGS)

@@ -49,21 +49,20 @@ def test_a_quantized_model_is_not_quantized_again(llama_folder):
         load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
-    package = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}[method]
+@pytest.mark.parametrize(
+    ("method", "package", "said"),
+    [
+        ("gptq", "optimum", "package.*pip install 'gptqmodel>"),
+        ("awq", "gptqmodel", "package.*pip install 'gptqmodel>"),
+        ("compressed-tensors", "compressed_tensors", "package.*pip install .?compressed-tensors"),
+        ("bitsandbytes", "bitsandbytes", "pip install 'bitsandbytes>"),
+    ],
+)
+def test_a_checkpoint_whose_package_is_missing(llama_folder, method, package, said):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     declare(llama_folder, QUANTIZED[method])
-    install = "pip install .?compressed-tensors" if method == "compressed-tensors" else r"pip install 'gptqmodel>"
-    with pytest.raises(ModelError, match=rf"package.*{install}"):
-        load_model(Load(str(llama_folder), "cpu"), silent)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
-    declare(llama_folder, QUANTIZED["bitsandbytes"])
-    with pytest.raises(ModelError, match=r"pip install 'bitsandbytes>"):
+    with pytest.raises(ModelError, match=said):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
