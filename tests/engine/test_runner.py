@@ -4,12 +4,13 @@ import pytest
 import torch
 from support import tiny_models
 from support.grids import thinned
+from support.integrity import check_integrity
 from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import parse
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
-from kvchat.errors import UsageError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes import build
 from kvchat.models import attention_hook
@@ -75,6 +76,32 @@ def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbe
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
     for a, b in zip(one.kv.state.host.dense(0, 300), calm.kv.state.host.dense(0, 300), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(mode, monkeypatch):
+    model, ids = loaded("llama"), token_ids(200)
+    # Retrieval at once: speculation would go on from the failed step's query.
+    params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
+    one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
+    for each in (one, undisturbed):
+        prefilled(each, ids)
+        each.step(7)
+    attention = one.kv.attention
+
+    def attend(layer, *args):
+        if layer == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return attention(layer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.kv, "attention", attend)
+        with pytest.raises(DoesNotFitError, match=f"{mode} mode.*201 stored"):
+            one.step(11)
+    assert one.kv.total == 201
+    check_integrity(one.kv.state)
+    for token in (11, 12, 13):
+        torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
 
 
 def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():

@@ -7,7 +7,7 @@ from support.grids import WHOLE
 from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
 from support.loads import entering
-from support.tiny_runner import loaded, mode_of, prefilled, token_ids
+from support.tiny_runner import loaded, prefilled, token_ids
 
 from kvchat.engine import prefix_cache, recovery
 from kvchat.engine.session import Session
@@ -114,9 +114,9 @@ def spoken(tmp_path, name: str, **settings) -> Chat:
     return chat
 
 
-def resumed(chat: Chat, tmp_path, **settings) -> tuple[Chat, list]:
+def resumed(chat: Chat, tmp_path) -> tuple[Chat, list]:
     """The conversation in a later session, and the events of its opening."""
-    later = Chat(tmp_path, loaded(chat.runner.model.name), **settings)
+    later = Chat(tmp_path, loaded(chat.runner.model.name))
     return later, list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
@@ -153,17 +153,6 @@ def test_logits_are_those_of_a_session_never_closed_also_where_the_last_question
     assert len(later.runner.recurrent.unread) == 100, "further back it is read from the beginning"
     for mine, its in zip(stepped(later), stepped(chat), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("row", ["streaming", "freeze", "sync", "speculative"])
-def test_in_every_mode(tmp_path, row):
-    chat = spoken(tmp_path, "qwen3_next", row=row)
-    later, _ = resumed(chat, tmp_path, row=row)
-    assert later.runner.kv.total == ASKED + 9
-    if row != "sync":  # as after a switch: what was dropped or frozen is no part of what is kept
-        with torch.inference_mode():
-            chat.runner.kv.switch(mode_of(chat.runner.model, row))
-    goes_on_alike(later, chat)
 
 
 def test_gone_back_to_in_one_session_it_comes_from_memory(tmp_path):

@@ -57,6 +57,15 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+MLA = {  # keys and values of a latent vector
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 SHARED_EXPERT = {**MOE, "shared_expert_intermediate_size": 32}
 MAMBA = {"mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
@@ -164,17 +173,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
         {
-            "num_key_value_heads": 4,
+            **MLA,
             "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
             "n_routed_experts": 4,
             "n_group": 1,
             "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
             "n_shared_experts": 1,
         },
@@ -218,17 +221,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinearConfig",
         {
-            "num_key_value_heads": 4,
+            **MLA,
             "layer_types": RECURRENT_FIRST,
             "linear_num_heads": 4,
             "linear_head_dim": 16,
             "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
