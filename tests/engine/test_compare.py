@@ -192,6 +192,16 @@ def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(ses
     assert same(state_of(session), before)
 
 
+def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared():
+    model, short = speaking("qwen3_5"), replace(SAMPLING, max_new_tokens=6)
+    one, other = Session(model), Session(model)
+    for session in (one, other):
+        list(session.answer((Turn("user", "The sea was calm."),), short))
+    *_, compared = one.compare((Turn("user", "The whale went on."),), (Variant("full"), NARROW), short)
+    assert len(compared.runs) == 2
+    assert torch.allclose(one.step(7), other.step(7), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_where_memory_runs_out_for_putting_back_the_conversation_is_read_again(name, monkeypatch):
     """torch's own error came through, the ids of K/V that were not there stayed, and a hybrid answered otherwise."""
