@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.integrity import check_integrity
+from support.integrity import check_integrity, stored_kv
 from support.loads import entering
 from support.tiny_runner import speaking
 
@@ -28,11 +28,10 @@ VARIANTS = (Variant("full"), NARROW, Variant("speculative"))
 
 def state_of(session: Session) -> tuple[object, ...]:
     """All that a comparison must leave as it was."""
-    state, host = session._kv.state, session._kv.state.host
-    k_v = [torch.stack(host.dense(layer, host.total)).clone() for layer in range(state.geometry.layers)]
+    state = session._kv.state
     stored = copy.deepcopy(vars(session._loop.stored))
     mode = (session._switcher.parameters, session._switcher.system_tokens, copy.deepcopy(session._switcher.given))
-    return k_v, state.query.clone(), state.control.clone(), stored, mode, list(session.token_ids)
+    return stored_kv(state), state.query.clone(), state.control.clone(), stored, mode, list(session.token_ids)
 
 
 def same(one: object, other: object) -> bool:

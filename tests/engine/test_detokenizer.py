@@ -229,14 +229,6 @@ def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes
     ]
 
 
-def test_without_such_parts_their_tokens_are_left_out_as_others_are():
-    tokenizer = byte_level(markers=("<|start|>", "<|end|>"))
-    text = AnswerText(tokenizer, ())
-    for token in tokenizer.encode("a<|start|>b<|end|>c", add_special_tokens=False):
-        text.add(token)
-    assert text.shown == "abc"
-
-
 # ---- Text is held back as long as it may be withdrawn
 
 

@@ -10,7 +10,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from support.integrity import check_integrity
+from support.integrity import check_integrity, stored_kv
 from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut
 from support.real_models import FILES
@@ -82,9 +82,8 @@ def assert_same_kv(one, other, within=1e-5):
     assert one._loop.stored.ids == other._loop.stored.ids
     assert one.total == other.total == len(one._loop.stored.ids)
     check_integrity(one._kv.state)
-    for layer in range(one.info.layers):
-        pairs = zip(*(each._kv.state.host.dense(layer, each.total) for each in (one, other)), strict=True)
-        assert all((mine - its).abs().max() < within * its.abs().max() for mine, its in pairs)
+    for mine, its in zip(stored_kv(one._kv.state), stored_kv(other._kv.state), strict=True):
+        assert (mine - its).abs().max() < within * its.abs().max()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -452,9 +451,7 @@ def test_answers_to_many_prompts_are_those_without_drafts(bundled, name, samplin
             session.switch("full", draft=draft)
             answered(session, replace(sampling, max_new_tokens=tokens), turns=turns)
             answers[draft] = session.token_ids
-            stored[draft] = [
-                torch.stack(session._kv.state.host.dense(layer, session.total)) for layer in range(session.info.layers)
-            ]
+            stored[draft] = stored_kv(session._kv.state)
             assert answers[draft] == answers["off"], (subject, draft)
             assert len(answers[draft]) == tokens
             for mine, its in zip(stored[draft], stored["off"], strict=True):

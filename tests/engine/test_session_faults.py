@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.attended_logits import logits_over_attended
-from support.integrity import check_integrity
+from support.integrity import check_integrity, stored_kv
 from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 from support.tiny_runner import PARAMS, loaded, token_ids
@@ -125,11 +125,6 @@ def begun(model: LoadedModel, row: str, operation: str) -> Asked:
     return Asked(session, row)
 
 
-def stored(session: Session) -> list[torch.Tensor]:
-    layers = range(session.info.layers)
-    return [part.clone() for layer in layers for part in session._kv.state.host.dense(layer, session.total)]
-
-
 # ---- the tests
 
 
@@ -164,7 +159,7 @@ class Before:
 
     def __init__(self, asked: Asked, operation: str) -> None:
         self._session, self._mode = asked.session, asked.session._kv.mode
-        self._stored = stored(self._session)
+        self._stored = stored_kv(self._session._kv.state)
         kept = {"truncate": KEPT - 1, "rebuild": self._session._loop.stored.first_reduced}
         self._kept = kept.get(operation, self._session.total)
 
@@ -172,7 +167,7 @@ class Before:
         session, kept = self._session, self._kept
         assert session._kv.mode is self._mode
         assert kept <= session.total == len(session._loop.stored.ids)
-        for was, now in zip(self._stored, stored(session), strict=True):
+        for was, now in zip(self._stored, stored_kv(session._kv.state), strict=True):
             assert torch.equal(was[:, :kept], now[:, :kept])
         session.snapshot()
 
@@ -226,7 +221,7 @@ def test_a_round_of_drafts_that_finds_no_memory_stores_its_token_without(device,
     logits = clean.step(9)
     for places in places_of(counting.count, "drafts", 1 if device == "cpu" else FAKE_CUDA_COST):
         session, sampler = begun()
-        before = stored(session)
+        before = stored_kv(session._kv.state)
         try:
             with MemoryRunsOut(*places):
                 told, accepted = advance(session, sampler)
@@ -238,7 +233,9 @@ def test_a_round_of_drafts_that_finds_no_memory_stores_its_token_without(device,
             session.step(7)
         count["failures of memory"] += 1
         assert session.total == len(session._loop.stored.ids) == TOKENS + 1
-        assert all(torch.equal(was, now[:, :TOKENS]) for was, now in zip(before, stored(session), strict=True))
+        assert all(
+            torch.equal(was, now[:, :TOKENS]) for was, now in zip(before, stored_kv(session._kv.state), strict=True)
+        )
         check_last_step(session, session.step(9), logits)
 
 

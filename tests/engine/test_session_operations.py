@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from support.attended_logits import logits_over_attended
 from support.byte_tokenizer import MARKERS, SIZE
-from support.integrity import check_integrity
+from support.integrity import check_integrity, stored_kv
 from support.memory_faults import PLACES, MemoryRunsOut
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, speaking
@@ -156,7 +156,7 @@ class Operations(RuleBasedStateMachine):
         if self._do("rebuild", lambda: exhaust(self.session.rebuild()), place):
             clean = Session(tiny(self.architecture))
             clean.prefill(ids)
-            assert all(map(near, stored(self.session), stored(clean)))
+            assert all(map(near, stored_kv(self.session._kv.state), stored_kv(clean._kv.state)))
             self.session.switch("full")
             assert near(self.session.step(9), clean.step(9))
 
@@ -213,11 +213,6 @@ def exhaust(work: Iterable[object]) -> None:
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs() < NEAR).all())
-
-
-def stored(session: Session) -> list[torch.Tensor]:
-    layers = range(session.info.layers)
-    return [part for layer in layers for part in session._kv.state.host.dense(layer, session.total)]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Whether slots hold what their tables name."""
+"""What is stored, and whether slots hold what their tables name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from kvchat.kv.memory.eight_bit_pages import LARGEST
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.state import KVState
+
+
+def stored_kv(state: KVState) -> list[Tensor]:
+    """Copies of what the host pool holds: keys and values of each layer, ``[H, total, d]``."""
+    layers = range(state.geometry.layers)
+    return [part.clone() for layer in layers for part in state.host.dense(layer, state.total)]
 
 
 def check_integrity(state: KVState) -> None:
