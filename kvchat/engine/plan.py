@@ -344,9 +344,7 @@ def _lost(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bo
             yield f"precision of the weights: the files' {made.file_bits:.1f} bits are requantized to {bits}"
     if made.given.get("host_dtype") == "int8":
         yield f"precision of the K/V: full pages are stored in 8 bits instead of {made.dtype}, nearly exact"
-    link = (
-        need.link_bytes
-    )  # someone who chose how much stays on the device has it fit, and reads the rest over the link
+    link = need.link_bytes  # of who chose how much stays on the device: the rest is read over the link
     if spills:  # all that does not fit the device, at the end
         room = available.usable(made.device_free) - _beside_kv(made, quantize)
         link = int(max(0, made.context * made.token_bytes - room) * made.host_share)
