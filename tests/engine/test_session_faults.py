@@ -166,6 +166,7 @@ class Before:
     def check(self) -> None:
         session, kept = self._session, self._kept
         assert session._kv.mode is self._mode
+        assert session._kv._prefill is None, "its staged keys and values are given back"
         assert kept <= session.total == len(session._loop.stored.ids)
         for was, now in zip(self._stored, stored_kv(session._kv.state), strict=True):
             assert torch.equal(was[:, :kept], now[:, :kept])
