@@ -87,11 +87,7 @@ class SessionLock:
         """Let no other thread in until the block ends."""
         self.check_process()
         if not self._inside.acquire(blocking=False):
-            raise UsageError(
-                "Another thread is using the session.",
-                "A session belongs to one thread at a time; only cancel may be called from any thread.",
-                "Call it from one thread, or hold a lock while you do.",
-            )
+            raise _in_use()
 
     def __exit__(self, *_: object) -> None:
         self._inside.release()
@@ -613,6 +609,14 @@ class AnswerLoop(Released):
 
 def _closed() -> UsageError:
     return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
+
+
+def _in_use() -> UsageError:
+    return UsageError(
+        "Another thread is using the session.",
+        "A session belongs to one thread at a time; only cancel may be called from any thread.",
+        "Call it from one thread, or hold a lock while you do.",
+    )
 
 
 def _busy() -> UsageError:

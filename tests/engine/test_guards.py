@@ -237,13 +237,15 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     thread = threading.Thread(target=session.switch, args=("streaming",), kwargs={"budget": 128})
     thread.start()
     switching.wait()
-    in_use = answers._in_use
-    monkeypatch.setattr(answers, "_in_use", lambda: refused.set() or in_use())
-    comparing = threading.Thread(target=run_at_once, args=(lambda: list(compared),))
-    comparing.start()
-    refused.wait()
-    done.set()
-    thread.join()
+    try:
+        in_use = answers._in_use
+        monkeypatch.setattr(answers, "_in_use", lambda: refused.set() or in_use())
+        comparing = threading.Thread(target=run_at_once, args=(lambda: list(compared),))
+        comparing.start()
+        assert refused.wait(PATIENCE_S)
+    finally:  # else the thread would hold the session, for which later tests would wait
+        done.set()
+        thread.join()
     comparing.join()
     assert session._loop.stored.ids == list(PROMPT)
     assert as_one_thread_would(session, in_mode(model, session.info.mode))
