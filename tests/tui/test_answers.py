@@ -181,7 +181,7 @@ async def test_a_switch_while_an_answer_is_mounted_belongs_to_it(asked, monkeypa
     await asked.controller.branches.resume()
     assert asked.controller.answers.switch_positions == (12,)
     await asked.controller.handle(Finished("eos", " you", Stats(generated_tokens=1)))
-    assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(5, "full -> sync", 12, "sync"),)
+    assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(5, "full → sync", 12, "sync"),)
 
 
 async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
