@@ -47,11 +47,14 @@ class Answers:
         It replaces everything ``below`` a message in the transcript, as in ``ChatView.show_messages``; by default
         nothing.
         """
+        self._begin_asking(continued)
+        await self._request(below)
+
+    async def _request(self, below: str | None = "") -> None:
+        """Request the answer that is begun, as ``begin``."""
         conversation = self.state.conversation
-        self._begin_asking()
         self.state.note_mode()
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
-        self._continued, self._marks = continued, []
         if below != "":
             await self.view.show_messages((), below)
         answer = await self.view.add_answer()
@@ -59,7 +62,7 @@ class Answers:
             await answer.remove()
             return
         self.answer = answer
-        self.answer.resume(continued)
+        self.answer.resume(self._continued)
         self.is_asking = False
         self.client.send(conversation.command(self.state.sampling))
         if self._is_stop_due:
@@ -238,7 +241,7 @@ class Answers:
         self._begin_asking()
         await self.save()
         if not await self._is_left(conversation):
-            await self.begin()
+            await self._request()
 
     async def down(self) -> None:
         """Return a single queued question to the prompt and hold several; no engine runs."""
@@ -260,6 +263,8 @@ class Answers:
             self._restore(text, "The answer had not started; the question")
             if self._question is not None:
                 await self._question.remove()
+            else:  # it came with the conversation
+                await self.view.show_messages((), below=conversation.leaf.id if conversation.leaf else None)
         elif conversation.leaf is not None:
             await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
         self._question = None
@@ -270,8 +275,9 @@ class Answers:
         place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
         self.view.toast(f"{what} is {place}.")
 
-    def _begin_asking(self) -> None:
+    def _begin_asking(self, continued: Message = NO_TEXT) -> None:
         self.mark_pending()
+        self._continued, self._marks = continued, []
         self.show_phase(Phase.PREFILL)
 
     async def _is_left(self, conversation: Conversation) -> bool:

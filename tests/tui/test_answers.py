@@ -184,6 +184,18 @@ async def test_a_switch_while_an_answer_is_mounted_belongs_to_it(asked, monkeypa
     assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(5, "full → sync", 12, "sync"),)
 
 
+async def test_a_switch_while_the_question_is_saved_belongs_to_its_answer(asked, monkeypatch):
+    async def switch_meanwhile():
+        monkeypatch.undo()
+        await switch(asked, "full", "sync", 12)
+
+    await asked.controller.handle(Finished("eos", "hello", Stats(generated_tokens=1)))
+    monkeypatch.setattr(asked.controller.answers, "save", switch_meanwhile)
+    await asked.ask("two")
+    await asked.controller.handle(Finished("eos", "hello", Stats(generated_tokens=1)))
+    assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(0, "full → sync", 12, "sync"),)
+
+
 async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     left = asked.controller.state.conversation
     await asked.controller.handle(Text("one", 1))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import ask, focus, press, typed
+from support.app_driver import ask, focus, press, prompt, typed
 from support.keeping import keep
 
 from kvchat.conversations.store import ConversationStore
@@ -88,6 +88,19 @@ async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for
     assert talk.turns == ["one", "1", "two", "2", "four"]
     await talk.ask("five")
     assert talk.turns[-1] == "four", "its answer has begun"
+
+
+async def test_a_question_that_came_with_its_conversation_leaves_the_transcript_if_stopped_again(talk, branches):
+    await talk.controller.open_archive()
+    last = talk.controller.state.conversation.leaf.id
+    await talk.ask("three")
+    await talk.controller.new()
+    await talk.controller.handle(done("", "stopped"))
+    await talk.controller.open_last()
+    await branches.regenerate()
+    await talk.controller.handle(done("", "stopped"))
+    assert talk.view.shown[-1] == ([], [], last)
+    assert (talk.turns, talk.view.prompt) == (["one", "1", "two", "2"], "three")
 
 
 @pytest.fixture
@@ -395,6 +408,9 @@ async def test_queued_questions_stay_where_others_make_room_until_another_conver
         await until(lambda: chat.state.phase is Phase.READY)
         await chat.branches.undo()
         assert shown() == [("hello", True)]
+        prompt(app).clear()
+        press(app, "enter")  # sends what is queued, not the first example
+        await until(lambda: shown() == [("hello", False)] and chat.state.phase is Phase.READY)
         await chat.new()
         assert shown() == []
 

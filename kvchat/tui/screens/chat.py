@@ -302,8 +302,10 @@ class ChatScreen(Screen[None]):
             self.query_one(Ribbon).clear()
             self.query_one(Timeline).clear()
         self._show_switches()
-        shown = message_widgets(messages) or ([] if below else [self._welcome()])
-        await self._transcript.replace_below(below, shown, keeps_queued=len(self.controller.answers.queue) > 0)
+        is_queued = len(self.controller.answers.queue) > 0
+        # What Enter sends is what is queued, not the first example.
+        shown = message_widgets(messages) or ([] if below or is_queued else [self._welcome()])
+        await self._transcript.replace_below(below, shown, keeps_queued=is_queued)
 
     def show_footer(self, message: Message, footer: str) -> None:
         self._transcript.show_footer(message.id, footer)
