@@ -146,7 +146,8 @@ class ChatController:
         if self.answers.is_free:
             await self.answers.send(question, pinned)
             return
-        self.answers.is_asking = False
+        if is_free:
+            self.answers.is_asking = False
         self.answers.queue.add(Waiting(question, partial(self.answers.send, question, pinned)))
         if phase is Phase.DOWN:
             await self.restart()

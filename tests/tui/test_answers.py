@@ -221,6 +221,18 @@ async def test_a_stop_before_the_answer_is_asked_for_stops_it_as_soon_as_it_is(c
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 
 
+async def test_a_stop_reaches_an_answer_not_asked_for_yet_also_after_another_question_was_queued(chat, monkeypatch):
+    async def queue_and_stop():
+        monkeypatch.undo()
+        await chat.ask("two")
+        chat.controller.stop()
+
+    await chat.load()
+    monkeypatch.setattr(chat.controller.answers, "save", queue_and_stop)
+    await chat.ask("one")
+    assert [type(command) for command in chat.client.sent] == [Chat, Stop]
+
+
 @pytest.mark.parametrize("when", ["saved", "mounted"])
 async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_the_question_unasked(chat, when):
     await chat.load()
