@@ -286,7 +286,7 @@ class Answers:
         Then the question returns to the prompt, unless it is in the conversation before.
         """
         is_other = self.state.conversation is not conversation
-        has_ended = self.state.phase in (Phase.LOADING, Phase.DOWN)
+        has_ended = self.state.phase is not Phase.PREFILL  # it may be ready again
         if is_other or has_ended:
             self.is_asking = False
         if not has_ended and is_other:

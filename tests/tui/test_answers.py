@@ -270,6 +270,20 @@ async def test_an_engine_restarted_while_an_answer_is_finished_is_loading(asked,
     await asked.engine_ended()
 
 
+async def test_an_engine_that_is_ready_again_before_the_answer_is_asked_for_gives_the_question_back(chat, monkeypatch):
+    async def end():
+        monkeypatch.undo()
+        await chat.controller.restart()
+        await chat.load()
+
+    await chat.load()
+    monkeypatch.setattr(chat.controller.answers, "save", end)
+    await chat.ask("one")
+    await chat.engine_ended()
+    assert (chat.turns, chat.view.prompt) == ([], "one")
+    assert not [command for command in chat.client.sent if isinstance(command, Chat)]
+
+
 @pytest.mark.parametrize("when", ["saved", "mounted"])
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DOWN])
 async def test_an_engine_that_ends_before_the_answer_is_asked_for_gives_the_question_back(
