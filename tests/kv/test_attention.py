@@ -236,3 +236,10 @@ def test_angles_stay_exact_far_from_the_start(delta):
     moved = rotate(keys, rotation, *cos_sin(rotation, delta))
     expected = rotated(keys, rotation, torch.full((5,), delta))
     torch.testing.assert_close(moved.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_half_precision_keys_are_rounded_once():
+    rotation = Rotation(10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
+    keys = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    turn = cos_sin(rotation, 300)
+    assert torch.equal(rotate(keys, rotation, *turn), rotate(keys.float(), rotation, *turn).bfloat16())

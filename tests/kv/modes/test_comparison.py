@@ -36,6 +36,14 @@ def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
     assert run.kv.mode.report().stats["recent"] == 80
 
 
+@pytest.mark.parametrize("row", COMPARED)
+def test_a_step_that_drops_something_is_not_exact(row):
+    run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1)).begun(20)
+    for _ in range(90):
+        run.step()
+        assert not run.kv.step.exact or all(bool(attended(run.kv.state, layer).all()) for layer in range(3))
+
+
 @pytest.mark.parametrize(("mode", "is_given"), [("arkvale", False), ("streaming", True)])
 def test_whoever_gives_too_small_a_budget_is_told_of_no_parameter_that_the_mode_lacks(mode, is_given):
     with pytest.raises(UsageError, match="budget = 64") as refused:
@@ -69,10 +77,12 @@ def test_queries_are_put_back_with_what_is_stored_and_stay_where_a_prompt_fails_
     checkpoint = take_checkpoint(kv.state, 100)
     kv.truncate(100)
     assert kv.state.prompt.span == range(88, 100)
+    assert torch.equal(kv.state.prompt.of(0)[1], rows[0, :, :12])
     asked = kv.state.prompt.rows.clone()
     kv.begin_prefill(40)
     kv.attention(0, *run.toy.qkv(0, list(range(40)), 100), run.toy.specs[0])
     kv.rollback_prefill()
+    kv.state.prompt.commit(100, 4)  # of a forward that verifies drafts, which asks nothing
     assert kv.state.prompt.span == range(88, 100)
     assert torch.equal(kv.state.prompt.rows, asked)
     kv.restore(checkpoint)
