@@ -39,6 +39,13 @@ from kvchat.protocol.messages import (
 )
 
 
+def test_what_is_no_command_ends_it_with_the_reason(capsys):
+    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
+    server.read(io.BytesIO(b"\xff" * 8))
+    assert server._inbox.closed
+    assert "protocol" in capsys.readouterr().err
+
+
 def test_a_conversation_is_taken_up_and_forgotten(child, session):
     child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
     assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
