@@ -41,22 +41,18 @@ class Answers:
         self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, each after so many characters
         self._between: tuple[str, SwitchLine] | None = None  # the last switch between answers; the answer before it
 
-    async def begin(self, continued: Message = NO_TEXT, below: str | None = "") -> None:
+    async def begin(self, below: str | None, continued: Message = NO_TEXT) -> None:
         """Request an answer to the last question, or more of the last answer, which is ``continued``.
 
-        It replaces everything ``below`` a message in the transcript, as in ``ChatView.show_messages``; by default
-        nothing.
+        It replaces everything ``below`` a message in the transcript, as in ``ChatView.show_messages``.
         """
-        self._begin_asking(continued)
-        await self._request(below)
-
-    async def _request(self, below: str | None = "") -> None:
-        """Request the answer that is begun, as ``begin``."""
         conversation = self.state.conversation
-        self.state.note_mode()
-        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
-        if below != "":
-            await self.view.show_messages((), below)
+        self._begin_asking(continued)
+        await self.view.show_messages((), below)
+        await self._request(conversation)
+
+    async def _request(self, conversation: Conversation) -> None:
+        """Request the answer that was begun in this conversation."""
         answer = await self.view.add_answer()
         if await self._is_left(conversation):
             await answer.remove()
@@ -241,7 +237,7 @@ class Answers:
         self._begin_asking()
         await self.save()
         if not await self._is_left(conversation):
-            await self._request()
+            await self._request(conversation)
 
     async def down(self) -> None:
         """Return a single queued question to the prompt and hold several; no engine runs."""
@@ -278,6 +274,8 @@ class Answers:
     def _begin_asking(self, continued: Message = NO_TEXT) -> None:
         self.mark_pending()
         self._continued, self._marks = continued, []
+        self.state.note_mode()
+        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
         self.show_phase(Phase.PREFILL)
 
     async def _is_left(self, conversation: Conversation) -> bool:
@@ -287,14 +285,15 @@ class Answers:
         """
         is_other = self.state.conversation is not conversation
         has_ended = self.state.phase is not Phase.PREFILL  # it may be ready again
-        if is_other or has_ended:
-            self.is_asking = False
-        if not has_ended and is_other:
+        if not (is_other or has_ended):
+            return False
+        self.is_asking = False
+        if not has_ended:
             self.show_phase(Phase.READY)
-        elif has_ended and not is_other:
+        elif not is_other:
             self.queue.hold()
             await self._give_back()
-        return is_other or has_ended
+        return True
 
     def _lines(self) -> tuple[ModeChange, ...]:
         return (*self._continued.switch_lines, *(_change(chars, switch) for chars, switch in self._marks))

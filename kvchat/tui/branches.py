@@ -25,14 +25,14 @@ class Branches:
         self.require_ready()
         question = self.chosen_question()
         self.state.conversation.go_to(question.id)
-        await self.answers.begin(below=question.id)
+        await self.answers.begin(question.id)
 
     async def resume(self) -> None:
         self.require_ready()
         answer = self.state.conversation.leaf
         if answer is None or answer.role != "assistant":
             raise UsageError("There is no answer to continue.", hint="Ask something first.")
-        await self.answers.begin(answer, answer.parent)
+        await self.answers.begin(answer.parent, answer)
 
     def edit(self) -> None:
         """Put the chosen message or the last question into the prompt; the next text sent replaces it."""
@@ -56,7 +56,7 @@ class Branches:
         self.state.edited = None
         self.state.conversation.go_to(edited.parent)
         answer = self.state.conversation.pin(self.state.conversation.answer(text).id, edited.pinned)
-        await self.answers.begin(answer, edited.parent)
+        await self.answers.begin(edited.parent, answer)
 
     def stop_editing(self) -> None:
         """Append the next question to the conversation again."""

@@ -75,31 +75,31 @@ async def test_regenerating_stopped_before_the_first_word_shows_the_earlier_answ
     assert talk.view.prompt == ""
 
 
-async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for_the_next_one(talk):
+@pytest.fixture
+async def answered(talk):
+    """The id of the last answer; a question after it was left before its answer began, and opened again."""
     await talk.controller.open_archive()
     last = talk.controller.state.conversation.leaf.id
     await talk.ask("three")
     await talk.controller.new()
     await talk.controller.handle(done("", "stopped"))
     await talk.controller.open_last()
+    return last
+
+
+async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for_the_next_one(talk, answered):
     assert talk.turns[-1] == "three"
     await talk.ask("four")
-    assert talk.view.shown[-1] == ([], [], last)
+    assert talk.view.shown[-1] == ([], [], answered)
     assert talk.turns == ["one", "1", "two", "2", "four"]
     await talk.ask("five")
     assert talk.turns[-1] == "four", "its answer has begun"
 
 
-async def test_a_question_that_came_with_its_conversation_leaves_the_transcript_if_stopped_again(talk, branches):
-    await talk.controller.open_archive()
-    last = talk.controller.state.conversation.leaf.id
-    await talk.ask("three")
-    await talk.controller.new()
-    await talk.controller.handle(done("", "stopped"))
-    await talk.controller.open_last()
+async def test_a_question_that_came_with_its_conversation_leaves_the_transcript_if_stopped(talk, branches, answered):
     await branches.regenerate()
     await talk.controller.handle(done("", "stopped"))
-    assert talk.view.shown[-1] == ([], [], last)
+    assert talk.view.shown[-1] == ([], [], answered)
     assert (talk.turns, talk.view.prompt) == (["one", "1", "two", "2"], "three")
 
 
