@@ -83,9 +83,7 @@ def of_file(path: Path, name: str) -> Any:
         raise unreadable(name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # of unpacked weights; the file's blocks have no dtype
     if hasattr(config, "query_pre_attn_scalar"):  # transformers always takes 256, the value of most models
-        is_27b = GEMMA_27B.get(config.model_type) == config.num_hidden_layers
-        heads_size = config.hidden_size // config.num_attention_heads
-        config.query_pre_attn_scalar = int(heads_size if is_27b else config.head_dim)
+        config.query_pre_attn_scalar = _gemma_scalar(config)
     apply(read(file), config, name)
     return config
 
@@ -181,6 +179,13 @@ def _field(value: Any) -> _Field:
         return _Field([np.frombuffer(encoded, np.uint8)], [gguf_file.TEXT])
     kind = {bool: 7, int: 11, float: 12}[type(value)]
     return _Field([np.array([value])], [kind])
+
+
+def _gemma_scalar(config: Any) -> int:
+    """The number whose square root divides a Gemma's scores."""
+    if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
+        return int(config.hidden_size // config.num_attention_heads)
+    return int(config.head_dim)
 
 
 class Scaling(NamedTuple):

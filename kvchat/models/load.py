@@ -174,10 +174,7 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
             file, packed, damaged = _cached_packed(described, checkpoint, quantized)
             reading_notes += damaged
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
-            if checkpoint.gguf:
-                sizes = {name: weight.nbytes for name, weight in described.gguf_weights.items()}
-            else:
-                sizes = {tensor.name: tensor.nbytes for tensor in described.stored}
+            sizes = _sizes(described, checkpoint)
             with reading.reported(sizes, progress, cores), packing, reading.current(described.device):
                 model = reading.read(described, checkpoint, quantized, places, packed)
                 with cores:
@@ -327,6 +324,13 @@ def _code() -> tuple[list[tuple[str, int]], list[str]]:
 
 
 # ---- stages ----------------------------------------------------------------------------------------
+def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes of the weights in the files, by transformers' names of them."""
+    if checkpoint.gguf:
+        return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
+    return {tensor.name: tensor.nbytes for tensor in described.stored}
+
+
 def _cached_packed(
     described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization
 ) -> tuple[Path | None, Kept, tuple[str, ...]]:

@@ -125,9 +125,7 @@ class Weights:
         """Bytes once they are loaded, by possible quantization; weights that stay packed have only their own."""
         if self.stays_packed(place):
             return {self.method: self.loaded_bytes("none", dtype, place)}
-        has_int4 = dtype == "bfloat16" and (place.capability or INT4_CAPABILITY) >= INT4_CAPABILITY
-        has_int4 = has_int4 or place.device == "cpu"
-        possible = [name for name in CHOICES[place.device] if name != "int4" or has_int4]
+        possible = [name for name in CHOICES[place.device] if name != "int4" or _multiplies_int4(dtype, place)]
         if self.is_unpacked(place):
             possible = [name for name in possible if name in OF_UNPACKED]
         return {name: self.loaded_bytes(name, dtype, place) for name in possible}
@@ -183,6 +181,10 @@ def _fits(part: Part, quantize: str, place: Place) -> bool:
         on_cpu = part.rows % INT4_ROWS == part.columns % GROUP == 0
         return on_cpu if place.device == "cpu" else part.columns % GPU_GROUP == 0
     return part.kind == LINEAR or part.rows * part.columns % STACKED == 0
+
+
+def _multiplies_int4(dtype: str, place: Place) -> bool:
+    return place.device == "cpu" or (dtype == "bfloat16" and (place.capability or INT4_CAPABILITY) >= INT4_CAPABILITY)
 
 
 def _bytes(part: Part, packing: str, item: int, place: Place) -> int:

@@ -153,8 +153,7 @@ class Speculative(IndexedMode):
         if layer in self._begun:
             self.state.transfer.join(self.state.transfer.side_stream(layer))
         else:
-            by = self._estimates.get(layer, query) if self.query == "ahead" else query
-            self._choose(layer, self.state.query[layer] if self.query == "last" else by)
+            self._choose(layer, self._chosen_with(layer, query))
         unread = self._unread.get(layer)
         self.slots.other_part = None if unread is None else lambda: unread
         return False
@@ -186,6 +185,11 @@ class Speculative(IndexedMode):
     def _new_summaries(self, device: torch.device) -> Sequence[PageIndex]:
         means = [ValueMeans(self.geometry, device, self.first)] if self.parameters.rest == "mean" else []
         return [self._new_index(device), *means]
+
+    def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
+        if self.query == "ahead":
+            return self._estimates.get(layer, query)
+        return self.state.query[layer] if self.query == "last" else query
 
     def _begin(self, position: Tensor, stepping: bool) -> None:
         """Prepare to choose for the token at ``position`` (0-d); if ``stepping`` it is stored and read too."""

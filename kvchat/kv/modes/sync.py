@@ -289,10 +289,8 @@ class Sync(Mode):
         mem = {"mem": self.mem} if self.parameters.budget is None else {}
         params = self.parameters.model_dump() | {"clusters": self.clusters} | mem
         if not self.split:
-            heads = self.geometry.kv_heads
-            why = "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
-            why = "the model has one" if heads == 1 else why
-            return ModeReport(params, {"representative heads": f"all {heads}: as full ({why})"})
+            as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
+            return ModeReport(params, {"representative heads": as_full})
         kept, chosen = self.overlap.tolist()
         stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
@@ -338,6 +336,11 @@ class Sync(Mode):
         """The ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
         return RING if p.budget is None else max(1, min(RING, (p.budget - self._sinks) // 2 - (p.m - 1)))
+
+    def _why_full(self) -> str:
+        if self.geometry.kv_heads == 1:
+            return "the model has one"
+        return "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
 
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
