@@ -114,11 +114,6 @@ def served_kv_dir() -> Path:
     return data_dir() / "served"
 
 
-def server_slots_file() -> Path:
-    """The list of conversations whose K/V servers have in files of their own."""
-    return data_dir() / "server_slots.json"
-
-
 def saved_kv(folder: Path, conversation: str) -> Path:
     """The file of a conversation in a folder of K/V; an imported id that is not alphanumeric becomes hexadecimal."""
     name = (

@@ -17,7 +17,6 @@ from kvchat.cli.output import echo, note, write
 from kvchat.conversations import export
 from kvchat.conversations.store import MARK, ConversationStore, Summary
 from kvchat.errors import UsageError
-from kvchat.remote.slot_files import mark_deleted
 from kvchat.units import count
 
 ID_CHARACTERS = 8  # of 32: enough to tell conversations apart
@@ -78,7 +77,6 @@ def delete_chat(id: Chat) -> None:
     """Delete a conversation; restore brings it back within a day."""
     with _store() as store:
         found = _find(store, id)
-        mark_deleted(found)
         store.delete(found)
     echo(f"deleted {found}")
 

@@ -18,7 +18,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvchat.protocol.figures import ServerFigures
-from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, slots_of, whole
+from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
 
 LEAST_S = 0.5  # between two readings of a counter that give a rate
 UNAVAILABLE = {
@@ -78,7 +78,8 @@ class MetricsReader:
                 return replace(empty, missing=UNAVAILABLE.get(self._kind, f"/metrics returned {reply.status_code}"))
             figures, generated = FIGURES[self._kind](Samples(reply.text), empty)
             if self._kind == LLAMA:
-                slots = await slots_of(self._address, self._http)
+                reply = await self._http.get(f"{self._address.root}/slots")
+                slots = [slot for slot in (reply.json() if reply.is_success else []) if isinstance(slot, dict)]
                 capacity, used = (sum(whole(slot.get(of)) for slot in slots) for of in ("n_ctx", "n_prompt_tokens"))
                 figures = replace(figures, capacity=capacity or None, used_share=_share(used, capacity))
         except (httpx2.HTTPError, ValueError) as error:

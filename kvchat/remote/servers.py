@@ -234,17 +234,6 @@ async def _probe(text: str, is_named: bool = True) -> Found:
         return text, error
 
 
-async def slots_of(address: Address, http: httpx2.AsyncClient, timeout_s: float = PROBE_S) -> list[dict[str, Any]]:
-    """llama-server's entry for each of its slots; empty if it does not list them.
-
-    Raises:
-        httpx2.HTTPError: it does not answer; ValueError: its response is not JSON.
-    """
-    reply = await http.get(f"{address.root}/slots", timeout=timeout_s)
-    slots = reply.json() if reply.is_success else []
-    return [slot for slot in slots if isinstance(slot, dict)]
-
-
 async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:
     """The entries of the server's list of models that have an id."""
     try:

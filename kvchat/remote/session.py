@@ -20,15 +20,13 @@ import httpx2
 import openai
 from openai import AsyncOpenAI
 
-from kvchat import files
 from kvchat.errors import INSTEAD, ContextFullError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
-from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Resumed, Sampling, Turn, Variant, parse_args
+from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
 from kvchat.remote.answer import TAKING_VARIABLES, Answer, open_thought, request
 from kvchat.remote.metrics import MetricsReader
-from kvchat.remote.servers import LLAMA, Address, NotReadyError, Server
-from kvchat.remote.slots import Slots
+from kvchat.remote.servers import Address, NotReadyError, Server
 from kvchat.units import count
 
 T = TypeVar("T")
@@ -145,10 +143,6 @@ class RemoteSession:
         self._answer = Answer(Sampling())
         self._frames: SimpleQueue[Any] = SimpleQueue()
         self._is_canceled = False
-        self._slots: Slots | None = None  # if the server saves slots
-        if server.kind == LLAMA and load.keeping.saved_bytes and load.keeping.folder:
-            slots = Slots(self._address, http)
-            self._slots = slots if loop.run(slots.is_offered()) else None
 
     # ---- talking
 
@@ -180,11 +174,11 @@ class RemoteSession:
         self._is_canceled, self._frames = False, SimpleQueue()
         arguments = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
         self._answer = Answer(sampling, open_thought(turns[-1]))
-        return self._events(arguments, conversation or "", between or (lambda tokens: None))
+        return self._events(arguments, between or (lambda tokens: None))
 
-    def _events(self, arguments: dict[str, Any], conversation: str, between: Callable[[int], None]) -> Iterator[Event]:
+    def _events(self, arguments: dict[str, Any], between: Callable[[int], None]) -> Iterator[Event]:
         frames, answer = self._frames, self._answer
-        end = self._loop.begin(self._read(arguments, conversation, frames))
+        end = self._loop.begin(self._read(arguments, frames))
         try:
             while not self._is_canceled:
                 try:
@@ -196,9 +190,6 @@ class RemoteSession:
                     break
                 if isinstance(frame, Exception):
                     raise explained(frame, self._address, self._model.id, answer.is_started)
-                if isinstance(frame, Resumed | Noted):
-                    yield frame
-                    continue
                 try:
                     yield from answer.take(frame)
                 except GARBAGE as error:
@@ -208,17 +199,13 @@ class RemoteSession:
             end()
         if not self._is_canceled and not answer.finish_reason:
             raise broken_off(self._address, "Its stream ended before the answer was complete.")
-        if self._slots:
-            self._slots.note(answer.total)
         if answer.finish_reason not in ("", *USUAL):
             yield Noted(f'The server ended the answer early: "{answer.finish_reason}".')
         yield from answer.finish(self._is_canceled)
 
-    async def _read(self, arguments: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:
+    async def _read(self, arguments: dict[str, Any], frames: SimpleQueue[Any]) -> None:
         """Put the frames of an answer into ``frames``, then ``OVER`` or the error."""
         try:
-            for event in await self._go_to(conversation):
-                frames.put(event)
             stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
                 async for frame in stream:
@@ -233,20 +220,12 @@ class RemoteSession:
         self._frames.put(OVER)  # wakes ``_events``
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Have llama-server restore a slot that it saved; other servers find K/V by the conversation's beginning."""
+        """The server finds K/V by the conversation's beginning."""
         self._answer = Answer(Sampling())
-        return iter(self._loop.run(self._go_to(conversation)))
-
-    async def _go_to(self, conversation: str) -> list[Event]:
-        try:
-            return await self._slots.go_to(conversation) if self._slots else []
-        except OSError as error:
-            return [Noted(f"K/V in the server's files cannot be tracked: {files.reason(error)}.")]
+        return iter(())
 
     def forget(self, conversation: str) -> None:
-        """Empty the server's file of a conversation that was marked as deleted."""
-        if self._slots:
-            self._loop.run(self._slots.empty_deleted())
+        """The server keeps K/V as it likes."""
 
     def set_template_args(self, args: Sequence[str]) -> str:
         """Give the server's chat template these variables, ``KEY=VALUE``; return a line about it.
@@ -346,10 +325,7 @@ class RemoteSession:
         return ()
 
     def close(self) -> None:
-        """Have the server save the conversation and close the connection."""
-        with suppress(TimeoutError, OSError):
-            if self._slots:
-                self._loop.run(asyncio.wait_for(self._slots.save(), CLOSE_S))
+        """Close the connection."""
         with suppress(TimeoutError):
             self._loop.run(asyncio.wait_for(self._http.aclose(), CLOSE_S))
         self._loop.close()

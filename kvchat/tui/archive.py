@@ -17,7 +17,6 @@ from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Switch
-from kvchat.remote.slot_files import mark_deleted
 from kvchat.tui.state import ChatState
 from kvchat.tui.view import ChatView
 
@@ -132,7 +131,6 @@ class Archive:
 
     async def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back."""
-        await self._run(mark_deleted, id)
         await self._ask(lambda store: store.delete(id))
         self.writes += 1
 

@@ -10,7 +10,6 @@ from kvchat.cli.main import app
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
 from kvchat.errors import UsageError
-from kvchat.remote import slot_files
 
 
 def keep(question: str, id: str = "") -> Conversation:
@@ -59,15 +58,6 @@ def test_export_and_import(tmp_path):
     (tmp_path / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
     with pytest.raises(UsageError, match="has no messages"):
         run("import", str(tmp_path / "empty.json"))
-
-
-def test_a_server_is_to_empty_the_file_of_a_deleted_conversation():
-    cat, dog = keep("cat"), keep("dog")
-    run("delete", cat.id)
-    assert slot_files.known() == {}
-    slot_files.note("http://127.0.0.1:8080", dog.id, 90)
-    run("delete", dog.id)
-    assert slot_files.known() == {"http://127.0.0.1:8080": {dog.id: slot_files.DELETED}}
 
 
 def test_deleting_and_restoring():

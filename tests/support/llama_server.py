@@ -1,4 +1,4 @@
-"""llama.cpp's server in a process of its own: ``llama_server.py FILE PORT CONTEXT FOLDER/``.
+"""llama.cpp's server in a process of its own: ``llama_server.py FILE PORT CONTEXT``.
 
 It ends with its standard input. A port that was free before it was started may be taken by then: whoever starts it then
 gets no answer, and the test fails.
@@ -26,8 +26,8 @@ class LlamaServer:
 
     file: Path | None = None
 
-    def __init__(self, context: int, port: int = 0, slots: Path | None = None) -> None:
-        self.context, self.port, self.slots = context, port or free_port(), slots
+    def __init__(self, context: int, port: int = 0) -> None:
+        self.context, self.port = context, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -35,7 +35,7 @@ class LlamaServer:
         from support.real_models import FILES
 
         file = self.file or FILES["smollm2"]
-        words = [str(file), str(self.port), str(self.context), f"{self.slots}/" if self.slots else ""]
+        words = [str(file), str(self.port), str(self.context)]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,
@@ -83,12 +83,11 @@ def main() -> None:
     """Serve until the standard input ends."""
     import xllamacpp
 
-    file, port, context, slots = sys.argv[1:]
+    file, port, context = sys.argv[1:]
     parameters: Any = xllamacpp.CommonParams()
     parameters.model.path, parameters.port, parameters.n_ctx = file, int(port), int(context)
     parameters.n_parallel, parameters.n_gpu_layers, parameters.warmup, parameters.verbosity = 1, 0, False, -1
     parameters.endpoint_metrics = parameters.endpoint_slots = parameters.endpoint_props = True
-    parameters.slot_save_path = slots
     for group in (parameters.cpuparams, parameters.cpuparams_batch):
         group.n_threads = 1
     server = xllamacpp.Server(parameters)

@@ -10,8 +10,6 @@ from support.patience import PATIENCE_S
 
 from kvchat.conversations.conversation import Conversation, Message
 from kvchat.conversations.store import ConversationStore, StoreError
-from kvchat.remote import slot_files
-from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.welcome import Welcome
 
@@ -117,17 +115,6 @@ async def test_titles_copies_and_deleting(running, config):
         await until(lambda: questions(app) == ["hello"])
         typed(app, "/restore")
         await until(lambda: "Nothing was deleted" in toasts(app))
-
-
-async def test_a_server_is_to_empty_the_file_of_what_is_deleted_without_a_model(running, config):
-    async with running(config) as (app, _pilot, until):
-        await ask(app, "hello")
-        slot_files.note("http://127.0.0.1:8080", id := app.controller.state.conversation.id, 90)
-        typed(app, "/unload")
-        await until(lambda: app.controller.state.phase is Phase.DOWN)
-        typed(app, "/delete")
-        await until(lambda: "was deleted" in toasts(app))
-        assert slot_files.known() == {"http://127.0.0.1:8080": {id: slot_files.DELETED}}
 
 
 async def test_export_and_import(running, config, tmp_path, monkeypatch):
