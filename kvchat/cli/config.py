@@ -41,8 +41,10 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
     is_among_profiles = path.resolve().parent == paths.user_profiles_dir().resolve()
     if file and (is_among_profiles or any(key[0] in profiles.HEAD for key in source.values)):
         profiles.read_file(file, None)
+    elif file:
+        _check(source)
     else:
-        sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
+        sources.check_all(lambda: _check(source), lambda: _check(sources.environment_source(os.environ)))
     echo(f"{path}: {'valid' if path.exists() else 'does not exist; defaults apply'}")
     if not file:
 
@@ -67,6 +69,10 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
+
+
+def _check(source: SettingsSource) -> None:
+    sources.check_all(*(partial(check, source) for check in (sources.check, _check_theme, _check_keys)))
 
 
 def _check_theme(source: SettingsSource) -> None:

@@ -105,6 +105,18 @@ def test_what_another_check_refuses_is_said_once(run):
     assert outcome.err.count("config.toml") == 4, "two places with two paths"
 
 
+def test_settings_in_the_environment_are_checked_too_but_not_for_another_file(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCHAT_KV_MODE", "spec")
+    monkeypatch.setenv("KVCHAT_UI_THEME", "kvchat-drak")
+    files.write(paths.config_file(), b"[kv]\nbudgte = 1\n")
+    outcome = run("config", "validate")
+    assert outcome.code == 2
+    for words in ("config.toml:2: kv.budgte", 'KVCHAT_KV_MODE: "spec"', "KVCHAT_UI_THEME: there is no theme"):
+        assert words in outcome.err
+    (tmp_path / "other.toml").touch()
+    assert run("config", "validate", str(tmp_path / "other.toml")).code == 0
+
+
 def test_variables_without_effect_are_told_with_the_settings(run, monkeypatch):
     monkeypatch.setenv("KVCHAT_FOO", "1")
     outcome = run("config", "show")
