@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -33,8 +35,10 @@ def provenance(conversation: Conversation) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """Seconds since the epoch as local time, ``2026-11-26 09:24``."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    """Seconds since the epoch as local time, ``2026-11-26 09:24``; empty where an imported file has no valid date."""
+    with suppress(OverflowError, ValueError, OSError):
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    return ""
 
 
 def to_markdown(conversation: Conversation) -> str:
@@ -73,7 +77,7 @@ def to_json(conversation: Conversation) -> str:
         params=conversation.params,
         messages=[*conversation.messages.values()],
     )
-    return file.model_dump_json(indent=2) + "\n"
+    return json.dumps(file.model_dump(mode="json"), ensure_ascii=False, indent=2) + "\n"
 
 
 def destination(conversation: Conversation, given: str) -> Path:

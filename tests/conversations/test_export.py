@@ -97,6 +97,14 @@ def test_json_keeps_what_answers_cost(conversation):
     assert [message.stats for message in read.path] == [None, None, None, stats]
 
 
+@pytest.mark.parametrize("ending", [".md", ".json"])
+def test_a_name_that_is_no_unicode_and_a_date_that_is_none_are_exported(conversation, tmp_path, ending):
+    conversation.ask("File caf\udce9.txt:\n```txt\nblack\n```")  # as Python names a file from another system
+    conversation.created = 1e300
+    export.write(conversation, tmp_path / f"x{ending}")
+    assert "File caf?.txt:" in (tmp_path / f"x{ending}").read_text()
+
+
 def test_the_lines_of_switches_stand_in_every_format(conversation):
     conversation.ask("and?")
     conversation.answer("one two three", "eos", switch_lines=(ModeChange(3, "full -> sync", 40, "sync"),))
