@@ -212,8 +212,9 @@ class Comparison:
             with explained(self._runner.kv, "putting the conversation back"):
                 self._runner.restore(checkpoint, stored.ids[checkpoint.start :])
         except DoesNotFitError:
-            self._loop.stored.truncate(checkpoint.start)
-            self._runner.truncate(checkpoint.start)
+            there = min(checkpoint.start, self._runner.kv.total)  # of 8-bit pages only whole ones may be left
+            self._loop.stored.truncate(there)
+            self._runner.truncate(there)
             raise
         self._loop.stored.replace_with(stored)
 

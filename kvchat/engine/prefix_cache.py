@@ -108,8 +108,7 @@ class PrefixCache(Released):
     def close(self, seconds: float = LAST_WRITES_S) -> None:
         """Write what is left, for so long at most, and free the rest, also under an answer that was left open."""
         if not (self._is_closed or self._loop.lock.is_forked):
-            with suppress(RuntimeError):  # a GPU that failed: nothing can be copied from it
-                self.save()
+            self.save()
             self._writer.finish(seconds)
         self._parked.clear()
         self._release()
@@ -154,7 +153,7 @@ class PrefixCache(Released):
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # makes room for the one that is parked now
         yield from self._park()
-        self._current, self._loop.stored.saved = conversation, 0
+        self._current, self._loop.stored.saved = "", 0  # no conversation's until it has its beginning
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)
@@ -165,9 +164,10 @@ class PrefixCache(Released):
                 yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.prefix.tokens, default=None)
         if best and best.prefix.tokens >= current + self._kv.state.geometry.page:
-            yield from self._adopt(best, began)
-        else:  # the rest of the previous conversation must not be saved as this one's
+            yield from self._adopt(best, conversation, began)
+        else:
             self._truncate(current)
+        self._current = conversation
 
     def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
         """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
@@ -195,7 +195,7 @@ class PrefixCache(Released):
             self._loop.stored.truncate(tokens)
             self._runner.truncate(tokens)
 
-    def _adopt(self, source: Source, began: float) -> Iterator[Event]:
+    def _adopt(self, source: Source, conversation: str, began: float) -> Iterator[Event]:
         stored, recurrent, tokens = copy.deepcopy(source.stored), self._runner.recurrent, source.prefix.tokens
         stored.truncate(tokens)
         self._loop.stored.truncate(0)
@@ -217,7 +217,7 @@ class PrefixCache(Released):
                 yield Noted("A saved recurrent state is damaged; what follows the one before it is processed again.")
             self._truncate(there := recurrent.position)
         if there:
-            yield Resumed(self._current, there, time.perf_counter() - began, source.where)
+            yield Resumed(conversation, there, time.perf_counter() - began, source.where)
 
     # ---- which one it is
 
@@ -347,10 +347,13 @@ class PrefixCache(Released):
             yield Noted(f"The previous conversation will be processed again: its K/V take {size(needed)}, {room}.")
 
     def save(self) -> None:
-        """Begin to write what is new, of the current conversation and of parked ones."""
-        if not self._saves:
-            return
-        self.interrupt()
+        """Begin to write what is new, of the current conversation and of parked ones, unless the device cannot now."""
+        if self._saves:
+            self.interrupt()
+            with suppress(RuntimeError, MemoryError):  # a GPU that failed, or memory that ran out: the next time
+                self._writer.begin(self._jobs())
+
+    def _jobs(self) -> list[Job]:
         self._kv.state.host.synchronize()
         jobs = [
             self._job(name, kept.stored, kept.control, kept.worth_saving, kept.query, partial(itself, kept.pages))
@@ -364,7 +367,7 @@ class PrefixCache(Released):
                 control, states = self._control(), recurrent.worth_saving
                 job = self._job(self._current, stored, control, states, state.query_bytes, lambda: state.host)
                 jobs.insert(0, job)
-        self._writer.begin(jobs)
+        return jobs
 
     @property
     def _is_closed(self) -> bool:

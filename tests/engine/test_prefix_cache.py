@@ -11,13 +11,14 @@ import torch
 from support.grids import thinned
 from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
+from support.memory_faults import MemoryRunsOut
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine import prefix_cache
 from kvchat.engine.prefix_cache import SavedFolder, WriteBehind, rows_of
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
-from kvchat.kv.memory.page_file import HEADER_BYTES
+from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError
 from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Turn
 
@@ -174,6 +175,36 @@ def test_a_damaged_page_is_told_and_leaves_what_is_before_it_without_pins_behind
     assert not left or came_back(events) == (left, "disk")
     assert chat.runner.kv.total == left
     assert not chat.runner.kv.state.control.any()
+
+
+def test_who_leaves_at_a_note_does_not_save_what_was_said_before_as_the_conversation_to_open(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("b", OTHER)
+    chat.written()
+    flip(tmp_path / "kv" / "b.kv", 0)
+    chat = chat.restarted(tmp_path, parked=0)
+    chat.say("a", TALE)
+    chat.written()
+    with chat.cache.changing():
+        opening = chat.cache.resume("b", (Turn("user", OTHER),))
+        assert "damaged" in next(opening).text
+        opening.close()
+    chat.written()
+    assert chat.cache._file(tmp_path / "kv" / "a.kv").rows()["id"].tolist() == [ord(c) for c in f"<{TALE}"]
+    with pytest.raises(DamagedFileError):
+        chat.cache._file(tmp_path / "kv" / "b.kv").rows()
+
+
+def test_what_finds_no_memory_to_be_saved_is_saved_the_next_time(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.cache.interrupt()
+    chat.stored.saved = 0
+    with MemoryRunsOut(1):
+        chat.cache.save()
+    chat.cache.save()
+    chat.written()
+    assert len(chat.cache._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
 
 
 def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
