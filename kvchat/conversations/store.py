@@ -161,7 +161,8 @@ class ConversationStore:
         """Write the changes, and messages above them that are no longer stored, in one transaction.
 
         Another application may have written meanwhile. Its changes to anything else stay; a question that it answered
-        is not deleted; if both changed a text, its version is kept as a sibling.
+        is not deleted; if both changed a text, its version is kept as a sibling. A conversation whose only question was
+        withdrawn is deleted.
         """
         with self._errors("written"), self._db:  # rolls back on an error
             self._db.execute("BEGIN IMMEDIATE")
@@ -179,6 +180,11 @@ class ConversationStore:
                 "DELETE FROM message WHERE id = ? AND id NOT IN (SELECT parent FROM message"
                 " WHERE conversation = ? AND parent IS NOT NULL)",
                 ((id, changes.id) for id in changes.removed),
+            )
+            self._db.execute(
+                "DELETE FROM conversation AS c WHERE id = ?"
+                " AND NOT EXISTS (SELECT 1 FROM message WHERE conversation = c.id)",
+                (changes.id,),
             )
 
     def load(self, id: str) -> Conversation:

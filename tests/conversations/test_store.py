@@ -293,6 +293,21 @@ def test_a_question_withdrawn_elsewhere_comes_back_only_with_an_answer_to_it(sto
     assert said(store, mine) == ["one", "1", "two", "2"]
 
 
+def test_a_conversation_is_listed_from_its_first_question_on_until_that_is_withdrawn(store, other):
+    mine, theirs = in_two(store, other, "one")
+    mine.withdraw()
+    keep(store, mine)
+    assert store.recent() == []
+    mine.ask("two")
+    keep(store, mine)
+    assert [(found.id, found.messages) for found in store.recent()] == [(mine.id, 1)]
+    mine.withdraw()
+    keep(store, mine)
+    theirs.answer("1", "eos")
+    keep(other, theirs)
+    assert said(store, mine) == ["one", "1"]
+
+
 def test_what_another_application_changed_stays_where_this_one_changed_something_else(store, other):
     mine, theirs = in_two(store, other, "one", "1")
     theirs.rename("their title")
