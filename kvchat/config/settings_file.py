@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli
 import tomlkit
+from tomlkit.items import InlineTable
 
 from kvchat import files
 from kvchat.config.sources import KEYS, Key, check, file_source, flatten
@@ -31,7 +32,7 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
     text = files.read_text(path) if path.exists() else ""
     for key, value in changes.items():
         text = _with(text, key, list(value) if isinstance(value, tuple) else value)
-    files.save(path, text.encode(), "Check its permissions.")
+    files.save(path, text.encode("utf-8", "replace"), "Check its permissions.")
 
 
 def _with(text: str, key: Key, value: Any) -> str:
@@ -51,7 +52,8 @@ def _with(text: str, key: Key, value: Any) -> str:
                 return inserted
     table = document
     for name in key[:-1]:
-        table = table.setdefault(name, tomlkit.table())
+        inside = isinstance(table, InlineTable)
+        table = table.setdefault(name, tomlkit.inline_table() if inside else tomlkit.table())
     table[key[-1]] = value
     return tomlkit.dumps(document)
 

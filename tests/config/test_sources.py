@@ -233,6 +233,7 @@ STARTS = [
     sources.template(),
     OWN.replace("title = 1   # not ours, see below\n", ""),
     "kv.mode = 'full'\nui = { theme = 'x', history = true }\nkeys.mode.next = 'f9'\n",
+    "kv = { mode = 'full' }\n",
 ]
 
 
@@ -253,6 +254,11 @@ def test_what_is_saved_is_read_back_and_can_be_taken_out(tmp_path_factory, start
     assert read == {**before, **CHANGES}
     save(path, dict.fromkeys(order[:taken_out]))
     assert _values(path).keys() == {**before, **CHANGES}.keys() - set(order[:taken_out])
+
+
+def test_what_is_no_unicode_is_saved_without_it(path):
+    save(path, {("model", "system"): "caf\udce9"})  # of a command line in Latin-1
+    assert _values(path) == {("model", "system"): "caf?"}
 
 
 def test_comments_order_and_other_lines_stay(path):
