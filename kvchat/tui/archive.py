@@ -118,12 +118,13 @@ class Archive:
         return await self._ask(lambda store: store.latest())
 
     async def load(self, id: str) -> Conversation:
-        """Read a conversation.
+        """Read a conversation; one that could not be saved yet is in memory.
 
         Raises:
             KvchatError: no conversation has this id, or it cannot be read.
         """
-        return await self._ask(lambda store: store.load(id))
+        unsaved = next((one for one in self._unsaved if one.id == id), None)
+        return unsaved or await self._ask(lambda store: store.load(id))
 
     async def rename(self, id: str, title: str) -> None:
         await self._ask(lambda store: store.rename(id, title))

@@ -160,6 +160,18 @@ async def test_a_database_on_a_full_disk_takes_all_once_there_is_room(archive, v
     on_disk.close()
 
 
+async def test_what_could_not_be_saved_is_opened_as_it_is(archive):
+    await archive.open()
+    conversation = asked("one")
+    await archive.save(conversation)
+    assert (await archive.load(conversation.id)) is not conversation
+    conversation.answer("x" * 2**20, "eos")
+    with full_disk():
+        await archive.save(conversation)
+        assert (await archive.load(conversation.id)).last_text() == conversation.last_text()
+    await archive.save(conversation)
+
+
 @pytest.fixture
 def busy(archive):
     """Keeps the archive's thread busy until the event is set."""
