@@ -331,14 +331,18 @@ class PrefixCache(Released):
         if needed > free:
             yield from self._note_unparked(needed, f"only {size(free)} of RAM is usable")
             return
-        self._parked[self._current] = Parked(
-            copy.deepcopy(stored),
-            self._control(),
-            parked(pool),
-            self._kv.state.query_bytes,
-            recurrent.snapshots,
-            recurrent.worth_saving,
-        )
+        try:
+            with explained(self._kv, "parking the conversation"):
+                self._parked[self._current] = Parked(
+                    copy.deepcopy(stored),
+                    self._control(),
+                    parked(pool),
+                    self._kv.state.query_bytes,
+                    recurrent.snapshots,
+                    recurrent.worth_saving,
+                )
+        except DoesNotFitError:
+            yield from self._note_unparked(needed, "memory ran out")
 
     def _note_unparked(self, needed: int, room: str) -> Iterator[Noted]:
         """Say once that a conversation will be processed again, unless a file has it or parking is turned off."""

@@ -123,8 +123,10 @@ class Archive:
         Raises:
             KvchatError: no conversation has this id, or it cannot be read.
         """
-        unsaved = next((one for one in self._unsaved if one.id == id), None)
-        return unsaved or await self._ask(lambda store: store.load(id))
+        for unsaved in self._unsaved:
+            if unsaved.id == id:
+                return unsaved
+        return await self._ask(lambda store: store.load(id))
 
     async def rename(self, id: str, title: str) -> None:
         await self._ask(lambda store: store.rename(id, title))

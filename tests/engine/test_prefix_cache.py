@@ -11,7 +11,7 @@ import torch
 from support.grids import thinned
 from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
-from support.memory_faults import MemoryRunsOut
+from support.memory_faults import MemoryRunsOut, out_of_memory
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine import prefix_cache
@@ -51,12 +51,14 @@ def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
     assert came_back(events)[1] == "memory"
 
 
-@pytest.mark.parametrize("lacks", ["room", "memory"])
+@pytest.mark.parametrize("lacks", ["room", "memory", "memory after all"])
 def test_what_cannot_be_parked_is_told_once(tmp_path, monkeypatch, lacks):
     chat = Chat(tmp_path, saved=0, parked=1000 if lacks == "room" else 2**30)
     if lacks == "memory":
         none = SimpleNamespace(host_free=lambda: 0, usable=lambda free: free)
         monkeypatch.setattr(prefix_cache, "available", none)
+    if lacks == "memory after all":
+        monkeypatch.setattr(prefix_cache, "parked", out_of_memory)
     assert notes(chat.say("a", TALE)) == []
     (told,) = notes(chat.say("b", OTHER))
     assert "processed again" in told
