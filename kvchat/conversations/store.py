@@ -217,8 +217,8 @@ class ConversationStore:
                 conversation = Conversation(messages=map(_message, rows), **values)
             except (ValueError, TypeError):
                 raise sqlite3.DatabaseError("a record in it is malformed") from None
-        if header["leaf"] is not None and conversation.leaf is None and conversation.messages:
-            conversation.go_to([*conversation.messages][-1])  # another application withdrew the leaf
+        if conversation.leaf is None and conversation.messages:  # its first question was undone, or its leaf withdrawn
+            conversation.go_to([*conversation.messages][-1])
         return conversation
 
     def rename(self, id: str, title: str) -> None:

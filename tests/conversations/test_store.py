@@ -293,6 +293,13 @@ def test_a_question_withdrawn_elsewhere_comes_back_only_with_an_answer_to_it(sto
     assert said(store, mine) == ["one", "1", "two", "2"]
 
 
+def test_a_conversation_whose_first_question_was_undone_is_opened_at_its_end(store):
+    made = saved(store, "one", "1")
+    made.go_to(None)
+    keep(store, made)
+    assert [message.text for message in store.load(made.id).path] == ["one", "1"]
+
+
 def test_a_conversation_is_listed_from_its_first_question_on_until_that_is_withdrawn(store, other):
     mine, theirs = in_two(store, other, "one")
     mine.withdraw()
