@@ -162,6 +162,12 @@ class MetricsCollector:
         self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
         return self.answer
 
+    def leave(self) -> None:
+        """Forget the last answer's figures: the next ones are of another conversation."""
+        self.answer = None
+        self._forget_fetches()
+        self._coverage.restart()
+
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Exclude what is done inside from the conversation's figures."""
@@ -183,12 +189,15 @@ class MetricsCollector:
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
         """Note a switch, perhaps in the middle of an answer: recall times so far belong to the mode before."""
-        self._last, self._step_bytes = Counts.of(self._kv), 0.0
-        self._hit_rate = self._recall_rate = None
-        self._kv.state.transfer.timer.steps.clear()
+        self._forget_fetches()
         if self.answer:
             at = len(self.answer.token_times)
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
+
+    def _forget_fetches(self) -> None:
+        self._last, self._step_bytes = Counts.of(self._kv), 0.0
+        self._hit_rate = self._recall_rate = None
+        self._kv.state.transfer.timer.steps.clear()
 
     def sample_coverage(self) -> None:
         """Measure from time to time, between two steps, how much of the last step's attention the mode covered.

@@ -154,6 +154,7 @@ class PrefixCache(Released):
         self._parked.pop(conversation, None)  # makes room for the one that is parked now
         yield from self._park()
         self._current, self._loop.stored.saved = "", 0  # no conversation's until it has its beginning
+        self._loop.metrics.leave()
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)

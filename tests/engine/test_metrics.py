@@ -215,6 +215,15 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None), "it was of another talk"
 
 
+def test_a_conversation_gone_back_to_has_no_figures_of_the_one_before(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    list(session.answer(FOX, Sampling(max_new_tokens=20), conversation="before"))
+    assert session.snapshot().coverage
+    list(session.resume("after", FOX))
+    now = session.snapshot()
+    assert (now.tokens_per_s, now.ttft_s, now.coverage) == (None, None, None)
+
+
 def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
     session = Session(model, entering("streaming", {"budget": 64}))
     events = session.answer(FOX, Sampling(max_new_tokens=4))

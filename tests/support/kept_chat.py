@@ -36,7 +36,8 @@ class Chat:
         self.runner = ModelRunner(model, mode_of(model, row))
         self.stored = Stored()
         self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
-        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), lock=SessionLock())
+        metrics = SimpleNamespace(leave=lambda: None)
+        self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), lock=SessionLock(), metrics=metrics)
         self.cache = PrefixCache(self.runner, self.loop, self.keeping)
 
     def say(self, conversation: str, text: str) -> list:
