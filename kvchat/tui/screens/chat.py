@@ -109,10 +109,17 @@ class ChatScreen(Screen[None]):
     # ---- user actions ----------------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Run a command or ask a question; text that is refused returns to the prompt."""
-        is_done = await (self.run_command(message.text.strip()) if message.is_command else self._ask(message))
+        """Run a command or ask a question, which returns to the prompt if it is refused; a command does not.
+
+        What is typed meanwhile is the next question, and would be the end of that command.
+        """
         prompt = self.query_one(Prompt)
-        (prompt.remember if is_done else prompt.give_back)(message)
+        if message.is_command:
+            await self.run_command(message.text.strip())
+        elif not await self._ask(message):
+            prompt.give_back(message)
+            return
+        prompt.remember(message)
 
     async def _ask(self, message: Prompt.Sent) -> bool:
         text = message.text
@@ -148,8 +155,8 @@ class ChatScreen(Screen[None]):
         with errors_as_toasts(self.app):
             await self.controller.take_back()
 
-    async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
-        """Run a slash command, queued behind waiting questions unless ``is_its_turn``; return False if it failed.
+    async def run_command(self, line: str, is_its_turn: bool = False) -> None:
+        """Run a slash command, queued behind waiting questions unless ``is_its_turn``.
 
         A usage error is shown as a toast, another error in the transcript.
         """
@@ -159,14 +166,6 @@ class ChatScreen(Screen[None]):
             self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
             self.add_error(error)
-        else:
-            return True
-        return False
-
-    async def _run_deferred(self, line: str) -> None:
-        """Run a queued command; a refused one returns to the prompt, unless another text is there."""
-        if not await self.run_command(line, is_its_turn=True):
-            self.restore_prompt(line)
 
     def begin_command(self, line: str) -> None:
         self.query_one(Prompt).begin(line)
@@ -420,7 +419,7 @@ class ChatScreen(Screen[None]):
         """Run an action, or queue it until the model is loaded or the questions before it are answered."""
         if self.controller.has_to_wait(action.needs_model(argument), is_typed and action.keeps_turn(argument)):
             line = f"/{action.command} {argument}".rstrip()
-            await self.controller.defer(line, partial(self._run_deferred, line))
+            await self.controller.defer(line, partial(self.run_command, line, is_its_turn=True))
         elif action.run:
             await action.run(self.controller, argument)
         else:
