@@ -189,7 +189,7 @@ def read_text(file: Path, limit: int | None = None) -> str:
     """
     text = for_a_model(load(file, limit), str(file))
     if "\0" in text:
-        raise UsageError(f"{file} is not a text file.", "It contains a NUL.", "Use a text file.")
+        raise _not_text(str(file))
     return text
 
 
@@ -212,8 +212,14 @@ def decoded(raw: bytes, name: str) -> str:
     try:
         return unmarked(raw.decode(form))
     except UnicodeDecodeError as error:
+        if form == "UTF-8" and b"\0" in raw:
+            raise _not_text(name) from None
         detail = f"Byte {error.start:,} is 0x{raw[error.start]:02x}."
         raise UsageError(f"{name} is not {form}.", detail, "Convert it to UTF-8.") from None
+
+
+def _not_text(name: str) -> UsageError:
+    return UsageError(f"{name} is not a text file.", "It contains a NUL.", "Use a text file.")
 
 
 def unmarked(text: str) -> str:

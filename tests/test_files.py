@@ -143,12 +143,14 @@ def test_a_text_of_as_many_bytes_as_may_be_is_read_whole(tmp_path):
 def test_what_cannot_be_read_is_refused_with_the_reason_and_never_waited_for(tmp_path):
     (tmp_path / "large").write_bytes(b"x" * 11)
     (tmp_path / "binary").write_bytes(b"ELF\0")
+    (tmp_path / "image").write_bytes(b"\x89PNG\0")
     (tmp_path / "latin").write_bytes(b"ab\xff")
     (tmp_path / "locked").touch(mode=0)
     os.mkfifo(tmp_path / "pipe")
     said = {
         "large": "At most 10 B",
         "binary": "not a text file",
+        "image": "not a text file",
         "latin": "is not UTF-8. Byte 2 is 0xff.",
         "pipe": "not a regular file",
         ".": "Is a directory. Name a file",
