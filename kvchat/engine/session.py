@@ -456,7 +456,7 @@ class Session(Released):
             known = self._loop.encoder.variables
         unknown = [name for name in (text.partition("=")[0] for text in args) if name not in known]
         given = ", ".join(args) or "none"
-        told = f" It ignores {', '.join(unknown)} and reads only {', '.join(known) or 'none'}." if unknown else ""
+        told = f" The template ignores {', '.join(unknown)}; it reads {', '.join(known) or 'none'}." if unknown else ""
         return f"Template variables from the next question on: {given}.{told}"
 
     # ---- the current state; each call computes it

@@ -402,13 +402,15 @@ def parse_command(line: str) -> tuple[Action, str]:
     """Split a line such as ``/mode streaming budget=512`` into its action and argument.
 
     Raises:
-        UsageError: as ``find_command``, or the command accepts no argument.
+        UsageError: as ``find_command``, or the command accepts no argument, or needs one.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
     action, argument = find_command(name.strip().lower()), argument.strip()
     if argument and not action.usage:
         line = f"/{action.command}"
         raise UsageError(f'{line} "{argument}" is not valid.', "It accepts no argument.", f"Use {line} alone.")
+    if action.needs_argument and not argument:
+        raise UsageError(f"/{action.command} needs an argument.", hint=f"Use {action.line}: {action.doc}.")
     return action, argument
 
 

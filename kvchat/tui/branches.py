@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvchat.config.modes import refuse_too_much
 from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError
 from kvchat.tui.answers import Answers
-from kvchat.tui.state import ChatState, Phase, message_ranges, no_engine
+from kvchat.tui.state import ChatState, Footed, Phase, message_ranges, no_engine
 from kvchat.tui.view import ChatView
 
 
@@ -102,7 +103,7 @@ class Branches:
         conversation.select(siblings[(siblings.index(message) + step) % len(siblings)].id)
         shown = self.state.footed()
         place = next(index for index, (one, _) in enumerate(shown) if one.parent == message.parent)
-        await self.view.show_messages(shown[place:], below=message.parent)
+        await self._show_below(message.parent, shown[place:])
 
     def require_ready(self) -> None:
         """Refuse unless the engine is ready and idle."""
@@ -113,7 +114,14 @@ class Branches:
 
     async def _end_before(self, question: Message) -> None:
         self.state.conversation.go_to(question.parent)
-        await self.view.show_messages((), below=question.parent)
+        await self._show_below(question.parent)
+
+    async def _show_below(self, parent: str | None, messages: Sequence[Footed] = ()) -> None:
+        """Replace what is shown below a message; nothing of what is stored is left where that is everything."""
+        if parent is None:
+            self.state.forget_stored()
+            self.view.show_snapshot(self.state.snapshot)
+        await self.view.show_messages(messages, parent)
 
     def chosen_question(self) -> Message:
         """The question chosen in the transcript, or of the chosen answer; else the last one."""

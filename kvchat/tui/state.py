@@ -230,8 +230,11 @@ class ChatState:
     def exchange(self, conversation: Conversation, continues: bool) -> None:
         """Change the conversation; what is stored belongs to it only if it ``continues`` the previous one."""
         self.conversation, self.edited = conversation, None
-        if continues:
-            return
+        if not continues:
+            self.forget_stored()
+
+    def forget_stored(self) -> None:
+        """Forget the figures of what is stored: it is of another conversation or of another branch."""
         self.is_stored, self.details = False, None
         if self.snapshot is not None:
             self.snapshot = without_conversation(self.snapshot)
@@ -345,9 +348,11 @@ def describe_price(price: Price) -> str:
 
 
 def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
-    """A live switch in a line, with the speeds in tokens/s before and after it if known."""
+    """A live switch in a line: what the user set of the mode, and the tokens/s before and after it if known."""
     name = switched.mode if switched.before == switched.mode else f"{switched.before} → {switched.mode}"
-    parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
+    shown = {"budget", *switched.given.get(switched.mode, {})}
+    values = ((key, value) for key, value in switched.params.items() if key in shown and value is not None)
+    parts = [name, *(f"{key} {str(value).lower()}" for key, value in values)]
     if switched.total:
         parts.append(f"at {count(switched.total)} tok")
     speeds = [figure(speed) for speed in (before, after) if speed is not None]

@@ -1,5 +1,6 @@
 """The table of actions is complete and unambiguous, and is shown with the keys in force."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,12 @@ def test_commands_are_split_from_their_arguments():
 def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
     argument = "x" if BY_ID[id].usage else ""
     assert parse_command(f"/{typed} {argument}") == (BY_ID[id], argument)
+
+
+@pytest.mark.parametrize("action", [action for action in ACTIONS if action.needs_argument], ids=lambda one: one.id)
+def test_a_command_that_needs_an_argument_says_which(action):
+    with pytest.raises(UsageError, match=f"{re.escape(action.line)}:"):
+        parse_command(f"/{action.command} ")
 
 
 @pytest.mark.parametrize("line", ["/new foo", "/undo 3", "/retry x", "/rebuild y", "/panels off"])

@@ -166,6 +166,23 @@ async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches
     )
 
 
+async def test_a_branch_that_shares_nothing_has_no_figures_of_what_is_stored(talk, branches):
+    state = talk.controller.state
+    await branches.regenerate()
+    await talk.controller.handle(done("zwei"))
+    await branches.select_sibling(1)
+    assert state.is_stored, "the beginning is the same"
+    talk.view.chosen = state.conversation.path[0].id
+    branches.edit()
+    await talk.ask("uno")
+    await talk.controller.handle(done("I"))
+    assert state.is_stored
+    talk.view.chosen = None
+    await branches.select_sibling(1)
+    assert not state.is_stored
+    assert talk.view.snapshots[-1] is state.snapshot
+
+
 async def test_what_is_edited_stays_pinned(talk, branches):
     conversation = talk.controller.state.conversation
     first = conversation.path[0]

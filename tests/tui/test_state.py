@@ -30,7 +30,17 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui import events
 from kvchat.tui.prompt.arguments import change, describe, describe_sampling
-from kvchat.tui.state import RECEIPT, SETTLED_TOKENS, SUMS, ChatState, Phase, describe_modes, describe_price, summarize
+from kvchat.tui.state import (
+    RECEIPT,
+    SETTLED_TOKENS,
+    SUMS,
+    ChatState,
+    Phase,
+    describe_modes,
+    describe_price,
+    describe_switch,
+    summarize,
+)
 from kvchat.tui.widgets.bars import STATUS
 from kvchat.tui.widgets.messages import SwitchNote
 
@@ -220,6 +230,13 @@ def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_a
 def test_nothing_known_nothing_said_and_what_was_reduced_is():
     assert str(note(None).content) == "full → speculative · at 14,203 tok"
     assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)
+
+
+def test_what_the_user_set_of_the_mode_is_said():
+    params = {"recovery": False, "budget": None, "draft": "lookup", "cpu": 0.5}
+    given = {"full": {"draft": "lookup", "recovery": False}, "sync": {"cpu": 0}}
+    line = describe_switch(Switched("full", "full", params, 13, 0, 0.0, given=given), None, None)
+    assert line == "full · recovery false · draft lookup · at 13 tok"
 
 
 # ---- What the engine reports, without a screen

@@ -114,7 +114,7 @@ async def preset(chat: ChatController, argument: str) -> None:
             )
         case ["save", name]:
             chat.view.toast(f"{name} saved in {chat.save_preset(name)}.", title="Preset")
-        case [name]:
+        case [name] if name != "save":
             chat.use_preset(file := presets.find(name))
             chat.view.add_note(f"Preset {file.stem}. Sampling: {arguments.describe_sampling(chat.state.sampling)}")
         case _:

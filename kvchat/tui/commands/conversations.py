@@ -24,7 +24,7 @@ async def open_found(chat: ChatController, argument: str) -> None:
     """``/open TEXT``: the latest conversation that contains it; ``/open N``: number N of ``/chats``."""
     number = int(argument) if argument.isdecimal() else 1
     found = await (chat.archive.all() if argument.isdecimal() else chat.archive.search(argument))
-    if not argument or not 1 <= number <= len(found):
+    if not 1 <= number <= len(found):
         raise UsageError(f'There is no conversation "{argument}".', hint="/chats lists them.")
     await chat.open(found[number - 1].id, found[number - 1].message)
 
