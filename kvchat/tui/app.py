@@ -217,7 +217,6 @@ class KvchatApp(App[None]):
         self.controller = self.chat.controller
         self.settings = SettingsEditor(config, self.controller, self)
         self._keys_in_turn = KeysInTurn(self, super().on_event)
-        self._is_loss_told = False
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """Call back once, late rather than never: if a callback were skipped Textual would see no new size any more."""
@@ -324,13 +323,8 @@ class KvchatApp(App[None]):
 
     async def action_quit(self) -> None:
         """Leave; if unsaved text would be lost, only the second time."""
-        problem = None if self._is_loss_told else self.controller.archive.problem
-        if problem is None:
+        if self.controller.may_leave():
             self.exit()
-            return
-        self._is_loss_told = True
-        text = f"{problem} /export FILE writes this conversation elsewhere; /quit again leaves without it."
-        self.notify(text, title="Not saved", severity="error", timeout=20)
 
     def action_command_palette(self) -> None:
         """Show the palette, unless one is open already, perhaps below another screen."""

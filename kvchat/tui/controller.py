@@ -68,6 +68,7 @@ class ChatController:
             view,
             self.restart,
         )
+        self._is_loss_told = False
         self._is_log_problem_shown = False
         self._deleted: list[str] = []
         self._listed: tuple[int, str] | None = None
@@ -116,6 +117,16 @@ class ChatController:
 
     async def handle(self, report: Report) -> None:
         await self._events.handle(report)
+
+    def may_leave(self) -> bool:
+        """False the first time that unsaved text would be lost, which it says."""
+        problem = None if self._is_loss_told else self.archive.problem
+        if problem is None:
+            return True
+        self._is_loss_told = True
+        text = f"{problem} /export FILE writes this conversation elsewhere; /quit again leaves without it."
+        self.view.toast(text, "Not saved", "error", 20)
+        return False
 
     async def close(self) -> None:
         """Save the conversation and close the archive."""

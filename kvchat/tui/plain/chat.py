@@ -183,7 +183,8 @@ class PlainChat:
         if action.run:
             await action.run(self.chat, argument)
         elif action.id == "quit":
-            self._left.set()
+            if not self._is_typed or self.chat.may_leave():
+                self._left.set()
         elif action.id in self._own:
             await self._own[action.id](argument)
         else:
@@ -223,7 +224,7 @@ class PlainChat:
         elif self._is_typed and not self._is_quit_armed:
             self._is_quit_armed = True
             self._lines.line("Press Ctrl+C again to quit.")
-        else:
+        elif not self._is_typed or self.chat.may_leave():
             self._leave(0 if self._is_typed else INTERRUPTED)
 
     def _leave(self, code: int) -> None:

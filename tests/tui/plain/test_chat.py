@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from support.app_driver import wait_for
+from support.full_disk import full_disk
 from support.message import lacks
 from support.patience import PATIENCE_S
 
@@ -282,6 +283,19 @@ async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_i
     session.close()
     assert await running == 0
     assert session.plain.chat.state.conversation.last_text()
+
+
+async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(config):
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.said.endswith(PROMPT))
+    with full_disk():
+        session.send("hello\n")
+        await wait_for(lambda: session.plain.chat.archive.problem)
+        session.send("/quit\n")
+        await wait_for(lambda: "/quit again" in session.said + session.errors.getvalue())
+        session.send("/quit\n")
+        assert await running == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM)])
