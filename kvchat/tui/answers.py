@@ -86,6 +86,8 @@ class Answers:
     def stop(self) -> None:
         """Stop the answer, or one not requested yet as soon as it is, and hold the queue."""
         self.queue.hold()
+        if self.state.phase is Phase.PREFILL:
+            self.wait("stopping …")  # the chunk being processed may take seconds
         if self.is_asking:
             self._is_stop_due = True
         else:

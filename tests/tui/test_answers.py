@@ -221,6 +221,15 @@ async def test_a_stop_before_the_answer_is_asked_for_stops_it_as_soon_as_it_is(c
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 
 
+async def test_a_stop_shows_at_once_also_while_a_chunk_of_the_prompt_is_processed(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Started(900, 0))
+    said = chat.view.answers[-1].waiting
+    chat.controller.stop()
+    assert chat.view.answers[-1].waiting != said
+
+
 async def test_a_stop_reaches_an_answer_not_asked_for_yet_also_after_another_question_was_queued(chat, monkeypatch):
     async def queue_and_stop():
         monkeypatch.undo()
