@@ -100,8 +100,11 @@ class Answers:
             self.answer.thought = started.thought
 
     def wait(self, words: str) -> None:
+        """Say in place of the answer how far its prompt is, or, without one, how far ``/rebuild`` is."""
         if self.answer is not None:
             self.answer.wait(words)
+        elif self.state.phase is Phase.PREFILL:
+            self.show_phase(Phase.PREFILL, words)
 
     def feed(self, piece: Text) -> None:
         """Append decoded text; text of a detached answer is dropped."""

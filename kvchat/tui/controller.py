@@ -215,7 +215,7 @@ class ChatController:
         """Recompute the tokens that were computed with reduced context."""
         self.state.refuse_served()
         self.branches.require_ready()
-        self.answers.show_phase(Phase.PREFILL)
+        self.answers.show_phase(Phase.PREFILL, "recomputing tokens …")
         self.client.send(Rebuild())
 
     def switch(self, mode: str, params: Params | None = None) -> None:

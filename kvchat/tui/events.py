@@ -165,7 +165,8 @@ class EngineEvents:
     def _prefilled(self, prefilled: messages.Prefilled) -> None:
         self.comparisons.note(prefilled)
         text = f"processing {count(prefilled.done)} of {count(prefilled.total, 'token')}"
-        if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and self.replay.is_real_time:
+        is_timed = self.answers.answer is not None and self.replay.is_real_time
+        if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and is_timed:
             rate = prefilled.done / taken
             left = (prefilled.total - prefilled.done) / rate
             text += f" · {figure(rate, 'tok/s')} · {seconds(left)} left"

@@ -16,6 +16,7 @@ from kvchat.protocol.messages import (
     Finished,
     Load,
     Peek,
+    Prefilled,
     Rebuild,
     Rebuilt,
     Recovered,
@@ -124,6 +125,10 @@ async def test_rebuilding_needs_an_engine_that_is_ready(chat):
     chat.controller.rebuild()
     assert chat.client.sent == [Rebuild()]
     assert chat.phase is Phase.PREFILL
+    await chat.controller.handle(Prefilled(512, 900))
+    assert "512 of 900" in chat.controller.state.stage
+    await chat.controller.handle(Rebuilt(900, 4.0))
+    assert (chat.phase, chat.controller.state.stage) == (Phase.READY, "")
 
 
 async def test_switching_is_checked_before_it_is_sent(chat):
