@@ -64,6 +64,7 @@ STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a libr
 Progress = Callable[[str], None]
 TEXT_S = 1 / 30
 STOPPABLE = Load | Chat | Rebuild | Compare
+AWAITED = STOPPABLE | HideNeedle | messages.Tokenize  # the application waits for their end
 IMPORTER = "<frozen importlib._bootstrap>"
 
 
@@ -139,8 +140,7 @@ class Server:
                     self._do(command)
                     self._at_rest = False
                 elif not self._inbox.closed:
-                    with self._failures_reported():
-                        self._snapshot()
+                    self._snapshot_aside()
                     self._at_rest = not self._changes_alone
         except BrokenPipeError:
             pass  # the application is gone
@@ -148,7 +148,7 @@ class Server:
             self._close_session()
 
     def _do(self, command: Command | Refused) -> None:
-        with self._failures_reported():
+        with self._failures_reported(aside=not isinstance(command, AWAITED | Refused)):
             match command:
                 case Load():
                     self._load(command)
@@ -199,7 +199,7 @@ class Server:
             self._session, self._in_use = self._loader.open_session(in_use, lambda stage: None), in_use
         if self._session:
             self._outbox.send(self._session.info)
-            self._snapshot()
+            self._snapshot_aside()
 
     def _replace_session(self, command: Load) -> None:
         try:
@@ -258,7 +258,7 @@ class Server:
             self._outbox.flush()
             while self._failures:
                 self._outbox.send(self._failures.pop(0))
-        self._snapshot()
+        self._snapshot_aside()
 
     def _answer(self, session: Session | RemoteSession, chat: Chat) -> Iterator[Event]:
         own = (chat.variant, chat.template_args, chat.json_schema, chat.top_logprobs)
@@ -305,20 +305,24 @@ class Server:
                 self._outbox.send(details)
                 self._details_at = self._clock()
 
+    def _snapshot_aside(self) -> None:
+        with self._failures_reported(aside=True):
+            self._snapshot()
+
     @contextmanager
-    def _failures_reported(self) -> Iterator[None]:
+    def _failures_reported(self, aside: bool = False) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
             raise
         except Exception as error:  # noqa: BLE001  # the conversation is worth more than this command
-            self._fail(_explained(error))
+            self._fail(_explained(error), aside)
 
-    def _fail(self, error: KvchatError) -> None:
+    def _fail(self, error: KvchatError, aside: bool) -> None:
         """Send ``Failed``; for a command between two tokens after the answer has ended, as it is not about that."""
         kind, fatal = type(error).__name__, self._session is None and self._in_use is None
         tokens = error.tokens if isinstance(error, ContextFullError) else 0
-        failed = Failed(error.title, error.detail, error.hint, kind, fatal, tokens)
+        failed = Failed(error.title, error.detail, error.hint, kind, fatal, tokens, aside)
         if self._answering:
             self._failures.append(failed)
         else:

@@ -450,7 +450,8 @@ class Peeked:
 class Failed:
     """A command failed; the stored tokens stay. ``kind`` is the error's class, ``fatal``: no model is loaded now.
 
-    ``tokens`` is the length of a prompt that does not fit, else 0.
+    ``tokens`` is the length of a prompt that does not fit, else 0. ``aside``: the answer, comparison, rebuild or load
+    that was asked for meanwhile goes on.
     """
 
     title: str
@@ -459,6 +460,7 @@ class Failed:
     kind: str = "EngineError"
     fatal: bool = False
     tokens: Count = 0
+    aside: bool = False
 
 
 @dataclass(frozen=True)

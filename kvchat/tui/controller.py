@@ -96,16 +96,13 @@ class ChatController:
         """End the engine to free all its memory, without waiting for it; the next question starts it again."""
         self.branches.require_ready()
         self.client.forget()
-        await self.answers.down()
-        self._run_in_background(self._end())
-
-    async def _end(self) -> None:
-        await self.client.close()
         self.state.forget_engine()
         self.view.show_snapshot(None)
         self.view.add_note(
-            "The model is unloaded and the conversation is safe; the next question loads the model again."
+            "The model is being unloaded and the conversation is safe; the next question loads the model again."
         )
+        self._run_in_background(self.client.close())
+        await self.answers.down()
 
     async def listen(self) -> None:
         """Handle events until canceled, but none of an engine that is being replaced."""

@@ -116,6 +116,8 @@ class EngineEvents:
                 self.view.toast(text, timeout=10)
             case Planned():
                 self.models.show_plan(report)
+            case messages.Failed(aside=True):
+                self._show_failure(report)
             case messages.Failed():
                 await self._failed(report)
             case Crashed():
@@ -218,13 +220,16 @@ class EngineEvents:
         elif was_busy and failed.kind == errors.ContextFullError.__name__:
             offered = (context_full_remedy(self.state),)
         keeps_old = self.models.failed(failed.fatal)
-        self._show_error(errors.EngineError(failed.title, failed.detail, failed.hint), offered)
-        if failed.kind == errors.TooMuchPinnedError.__name__:
-            self.pins.take_back()
+        self._show_failure(failed, offered)
         if failed.fatal or self.state.info is None:
             await self.answers.down()
         elif not keeps_old:
             await self.answers.ready()
+
+    def _show_failure(self, failed: messages.Failed, offered: Sequence[Remedy] = ()) -> None:
+        self._show_error(errors.EngineError(failed.title, failed.detail, failed.hint), offered)
+        if failed.kind == errors.TooMuchPinnedError.__name__:
+            self.pins.take_back()
 
     async def _crashed(self, crashed: Crashed) -> None:
         """Restart the engine, unless it crashed before without an answer since."""

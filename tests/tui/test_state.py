@@ -341,6 +341,14 @@ async def test_a_refused_question_is_given_back(chat):
     assert (chat.view.prompt, chat.turns, chat.phase) == ("one", [], Phase.READY)
 
 
+async def test_what_fails_beside_an_answer_ends_it_not(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Failed("The disk is full.", aside=True))
+    await chat.controller.handle(messages.Finished("eos", "hi", Stats()))
+    assert ([error.title for error in chat.view.errors], chat.turns) == (["The disk is full."], ["one", "hi"])
+
+
 @pytest.mark.parametrize("fatal", [True, False])
 async def test_without_a_model_the_engine_is_down(chat, fatal):
     if fatal:

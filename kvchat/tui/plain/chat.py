@@ -55,7 +55,7 @@ async def _run(config: AppConfig) -> int:
         config.recorder.report = lines.problem
     chat = PlainChat(config, client, lines, is_typed)
     try:
-        return await chat.run(LineReader(0 if sys.stdin is None else sys.stdin.fileno()))
+        return await chat.run(LineReader(0 if sys.stdin is None else sys.stdin.fileno(), lines.entered))
     finally:
         client.kill()
         if config.recorder:
@@ -103,14 +103,14 @@ class PlainChat:
         await self.chat.open_archive(self._config.resume)
         background = [asyncio.create_task(self.chat.listen()), asyncio.create_task(self.chat.keep())]
         await self.chat.start()
-        reading = asyncio.create_task(self._read(reader))
-        leaving = asyncio.create_task(self._left.wait())
-        await asyncio.wait({reading, leaving, *background}, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._left.wait()), *background]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self._lines.end()
+        for task in tasks:
+            task.cancel()  # first, so that nothing is printed that is not saved
         await self.chat.close()
         await self._client.close()
-        for task in (reading, leaving, *background):
-            task.cancel()
+        for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
         if self._exit_code is not None:
@@ -150,7 +150,6 @@ class PlainChat:
         if self._config.prompt:
             yield self._config.prompt, self._config.piped
         async for line in reader:
-            self._lines.entered()
             yield line, ""
 
     async def _execute(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:

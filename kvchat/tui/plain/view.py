@@ -314,14 +314,16 @@ class PlainView:
 class LineReader:
     """The lines that arrive at a file descriptor; a line that ends with ``\\`` continues in the next.
 
-    Lines that a terminal delivers together, unless all are commands, are one literal text that ``is_pasted``.
+    Lines that a terminal delivers together, unless all are commands, are one literal text that ``is_pasted``. They are
+    ``entered`` together too: what the first one prints comes after all of them.
 
     Raises:
         UsageError: while iterating, a line is longer than ``LONGEST``.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, entered: Callable[[], None] = lambda: None) -> None:
         self._descriptor = descriptor
+        self._entered = entered
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._is_terminal = os.isatty(descriptor)
         self.is_pasted = False
@@ -334,7 +336,8 @@ class LineReader:
                 data += (more := os.read(self._descriptor, 2**16))
                 if not more:
                     break
-            is_open = bool(data)
+            if is_open := bool(data):
+                self._entered()
             text = rest + self._decoder.decode(data, not data)
             *lines, rest = text.split("\n")
             self.is_pasted = self._is_terminal and not rest and len(lines) > 1 and not all(map(is_command, lines))
@@ -412,7 +415,7 @@ class LineWriter:
             self._is_line_begun = self._is_prompted = True
 
     def entered(self) -> None:
-        """Note that a line was typed: the terminal is at the beginning of the next one."""
+        """Note that lines were typed: the terminal is at the beginning of the next one."""
         if self._prompt:
             self._is_line_begun = self._is_prompted = False
 

@@ -445,6 +445,7 @@ class ChatScreen(Screen[None]):
         if latest is not None:
             for welcome in self.query(Welcome):
                 welcome.offer(latest.title)
-        if self._first_question:  # only now: it belongs to the resumed conversation
-            self.query_one(Prompt).action_send()
+        prompt = self.query_one(Prompt)
+        if self._first_question and prompt.text == self._first_question:  # the user has not sent or changed it
+            prompt.action_send()  # only now: it belongs to the resumed conversation
         await self.controller.keep()

@@ -19,6 +19,7 @@ from kvchat.protocol.messages import (
     Failed,
     Finished,
     Forget,
+    KeepPages,
     Load,
     Loaded,
     Loading,
@@ -91,7 +92,8 @@ def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
     events = child.until(Finished)
     assert events[-1].reason == "eos"
     assert not any(isinstance(event, Failed) for event in events)
-    assert child.until(Failed)[-1].title == "Memory ran out."  # of the one after the answer
+    failed = child.until(Failed)[-1]  # of the one after the answer, while the next one may have been asked for
+    assert (failed.title, failed.aside) == ("Memory ran out.", True)
 
 
 def test_snapshots_are_rare_while_generating_and_details_rarer_and_only_where_they_are_watched(clock):
@@ -201,6 +203,19 @@ def test_errors_become_failures_and_the_server_goes_on(session, child, capfd):
     session.error = None
     child.send(CHAT)
     child.until(Finished)
+
+
+def test_what_fails_beside_an_answer_is_told_apart(session, child, monkeypatch):
+    def full(*_):
+        raise DoesNotFitError("The disk is full.")
+
+    monkeypatch.setattr(session, "forget", full)
+    monkeypatch.setattr(session, "keep_pages", full)
+    child.send(Forget("a"), KeepPages("int8"))
+    assert [child.until(Failed)[-1].aside for _ in range(2)] == [True, True]
+    session.error = DoesNotFitError("Too long.")
+    child.send(CHAT)
+    assert child.until(Failed)[-1].aside is False
 
 
 def test_without_a_model_everything_fails_for_good(clock):

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -39,6 +40,7 @@ class Session:
         self._receiving, self._sending = os.pipe()
         lines = LineWriter(self.out, self.errors, PROMPT if is_typed else "")
         self.plain = PlainChat(config, EngineClient(config.engine_command, config.log_file), lines, is_typed)
+        self._entered = lines.entered
 
     @property
     def said(self):
@@ -59,7 +61,7 @@ class Session:
     async def run(self):
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self.plain.run(LineReader(self._receiving))
+                return await self.plain.run(LineReader(self._receiving, self._entered))
         finally:
             self.close()
             os.close(self._receiving)
@@ -298,6 +300,19 @@ async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(config):
         assert await running == 0
 
 
+async def test_what_is_printed_when_the_input_ends_is_saved_and_ends_its_line(config):
+    session = Session(config, is_typed=True)
+    session.send("slow\n")
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: "older pages" in session.said)
+    session.close()
+    await running
+    kept = ConversationStore(config.database)
+    answer = kept.load(kept.latest().id).leaf.text
+    kept.close()
+    assert session.said.endswith(f"model: {answer}\n")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM)])
 async def test_a_signal_leaves_with_its_code(config, number, code):
     session = Session(config)
@@ -434,8 +449,8 @@ async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
 class Arriving(LineReader):
     """Bytes that arrive a few at a time."""
 
-    def __init__(self, data: bytes, step: int) -> None:
-        super().__init__(-1)
+    def __init__(self, data: bytes, step: int, entered: Callable[[], None] = lambda: None) -> None:
+        super().__init__(-1, entered)
         self._pieces = [data[start : start + step] for start in range(0, len(data), step)]
 
     async def _read(self) -> bytes:
@@ -457,6 +472,14 @@ class Arriving(LineReader):
 )
 async def test_lines_are_read(data, lines, step):
     assert [line async for line in Arriving(data, step)] == lines
+
+
+async def test_what_the_first_of_two_lines_prints_is_ended_where_the_second_prints():
+    out = io.StringIO()
+    lines = LineWriter(out, out, "> ")
+    async for line in Arriving(b"/regen\n/stats\n", 1000, lines.entered):
+        (lines.line if line == "/stats" else lines.text)(line)
+    assert out.getvalue() == "/regen\n/stats\n"
 
 
 async def test_a_pipe_is_read_to_its_end():

@@ -1,11 +1,26 @@
 """The chat screen, driven by keys over the fake engine."""
 
+import asyncio
 import re
 from dataclasses import replace
 
-from support.app_driver import answers, ask, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
+from support.app_driver import (
+    answers,
+    ask,
+    finished,
+    focus,
+    notes,
+    press,
+    prompt,
+    receipts,
+    texts,
+    toasts,
+    typed,
+    wait_for,
+)
 from textual.widgets import Markdown, Static
 
+from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
@@ -55,6 +70,22 @@ async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(
     async with running(replace(asked, prompt="@./none.txt", resume=True)) as (app, _, until):
         await until(lambda: "There is no file" in toasts(app))
         assert prompt(app).text == "@./none.txt", "what cannot be sent stays to be corrected"
+
+
+async def test_the_question_of_the_command_line_that_the_user_sends_first_is_sent_once(running, config, monkeypatch):
+    is_opened = asyncio.Event()
+
+    async def open_late(controller, resume=False):
+        await wait_for(lambda: len(controller.state.conversation.turns) == 2)
+        is_opened.set()
+
+    monkeypatch.setattr(ChatController, "open_archive", open_late)
+    async with running(replace(config, prompt="hello"), ready=False) as (app, pilot, until):
+        press(app, "enter")
+        await until(is_opened.is_set)
+        await pilot.pause(0.1)
+        assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
+        assert "nothing to send" not in toasts(app)
 
 
 async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
