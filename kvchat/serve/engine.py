@@ -130,9 +130,10 @@ class Engine:
         if job in self._waiting:
             self._waiting.remove(job)
             job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
-        elif job is self._job and self._last is None:
+        elif job is self._job:
             self._is_interrupted = job.can_wait = False
-            self._client.send(messages.Stop())
+            if self._last is None:
+                self._client.send(messages.Stop())
 
     def begin_shutdown(self) -> None:
         """Refuse waiting and new jobs, and stop the current one."""

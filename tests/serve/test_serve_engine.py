@@ -85,15 +85,18 @@ def test_what_nobody_watches_lets_others_go_first_and_is_interrupted_for_them_on
 
 def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client_left(tmp_path):
     engine, client, _ = loaded(tmp_path)
-    for reason in ("eos", "stopped"):
+    for reason, leaves in (("eos", ""), ("stopped", "before"), ("stopped", "between")):
         title = engine.submit(asked("title"), can_wait=True)
         engine.submit(asked("shown"))
-        if reason == "stopped":
+        if leaves == "before":
             engine.abandon(title)
-        end(engine, reason)
+        engine._take(Finished(reason, "", Stats()))
+        if leaves == "between":  # while the engine works after the answer
+            engine.abandon(title)
+        engine._take(Peeked(0, 0, ""))
         end(engine, "eos")
         assert drain(title) == [Ended]
-    assert names(client) == ["title", "shown"] * 2
+    assert names(client) == ["title", "shown"] * 3
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_its_tokens(tmp_path):
