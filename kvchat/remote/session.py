@@ -186,8 +186,8 @@ class RemoteSession:
                 except Empty:
                     between(answer.tokens)
                     continue
-                if frame is OVER:
-                    break
+                if frame is OVER or (answer.finish_reason and isinstance(frame, Exception)):
+                    break  # the text is whole, even if the connection died before the counts
                 if isinstance(frame, Exception):
                     raise explained(frame, self._address, self._model.id, answer.is_started)
                 try:

@@ -287,6 +287,12 @@ def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames
     assert "/continue" in error.hint
 
 
+def test_an_answer_that_has_ended_is_whole_whatever_comes_after(serve, connect):
+    frames = [delta(content="Once"), delta(reason="stop"), {"error": {"message": "shutting down", "code": 503}}]
+    *_, end = asked(connect(serve(frames=frames).url))
+    assert (end.reason, end.text) == ("eos", "Once")
+
+
 @pytest.mark.parametrize(
     "frame",
     [

@@ -105,10 +105,10 @@ class PlainChat:
         await self.chat.start()
         tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._left.wait()), *background]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        self._lines.end()
         for task in tasks:
             task.cancel()  # first, so that nothing is printed that is not saved
         await self.chat.close()
+        self._lines.end()
         await self._client.close()
         for task in tasks:
             with suppress(asyncio.CancelledError):
