@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 
 from kvchat.foreign_text import visible
@@ -33,9 +34,10 @@ def note(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """Print lines for a person on stderr."""
-    sys.stderr.write(f"{visible(text)}\n")
-    sys.stderr.flush()
+    """Print lines for a person on stderr; do nothing if its terminal or pipe is gone: a server outlives them."""
+    with suppress(OSError):
+        sys.stderr.write(f"{visible(text)}\n")
+        sys.stderr.flush()
 
 
 def progress(stage: str) -> None:

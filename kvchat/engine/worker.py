@@ -340,7 +340,8 @@ def _explained(error: Exception) -> KvchatError:
     """Return a ``KvchatError`` as it is; log any other error and return an ``EngineError`` in its place."""
     if isinstance(error, KvchatError):
         return error
-    traceback.print_exception(error)
+    with suppress(OSError):  # the disk may be full
+        traceback.print_exception(error)
     return EngineError("The engine failed.", f"{type(error).__name__}: {error}", "/restart starts a fresh one.")
 
 

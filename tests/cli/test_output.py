@@ -1,5 +1,6 @@
 """Output of the commands: raw to a pipe, without control characters to a terminal."""
 
+import io
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from support.pty_run import PtyRun
 from kvchat.cli import options
 from kvchat.cli.main import app
 from kvchat.cli.options import complete_device, complete_mode, complete_model, complete_param, complete_theme, one_of
-from kvchat.cli.output import progress
+from kvchat.cli.output import note, progress
 from kvchat.config import modes, sources
 from kvchat.config.modes import SHARED, BudgetParameters, FullParameters, ModeParameters, choosable
 from kvchat.config.schema import Settings
@@ -58,6 +59,15 @@ def in_a_terminal(code: str, *arguments: str, **variables: str) -> bytes:
     finally:
         run.close()
     return run.written
+
+
+def test_a_message_that_nobody_can_read_ends_nothing(monkeypatch):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    note("The engine is restarting.")
 
 
 def test_ask_writes_no_control_character_to_a_terminal_and_the_very_bytes_to_a_file(tmp_path):

@@ -1,6 +1,7 @@
 import io
+import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -203,6 +204,17 @@ def test_errors_become_failures_and_the_server_goes_on(session, child, capfd):
     session.error = None
     child.send(CHAT)
     child.until(Finished)
+
+
+def test_an_error_that_cannot_be_logged_is_a_failure_too(session, child, monkeypatch):
+    monkeypatch.setattr(session, "error", ZeroDivisionError("oh"))
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        child.send(CHAT)
+        assert "ZeroDivisionError" in child.until(Failed)[-1].detail
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 def test_what_fails_beside_an_answer_is_told_apart(session, child, monkeypatch):
