@@ -30,12 +30,17 @@ SHOWN = {
     "paper-lazy-pruning": "table-1",
     "paper-synckv": "table-3",
 }
-# Results of questions of their own, by model; and how the front table calls a variant.
-RECALLED = {"SmolLM2-135M": ("recall-smollm2",), "Gemma 3 270M": ("recall-gemma",)}
+# Results by the front table's columns, and how it calls a variant.
+RECALLED = {
+    "SmolLM2-135M": "recall-smollm2",
+    "SmolLM2, 6,600 tokens": "recall-smollm2-long",
+    "Gemma 3 270M": "recall-gemma",
+    "Gemma, 8,000 tokens": "recall-gemma-long",
+}
 MODES = {
     "speculative:budget=256": "**speculative, 256 tokens**",
     "speculative:budget=128": "speculative, 128 tokens",
-    "speculative:budget=256,unit=page,index=bounds,query=last": "FreeKV's pages, 256 tokens",
+    "speculative:budget=256,profile=paper": "FreeKV, 256 tokens",
     "freeze": "freeze",
     "sync": "sync",
     "streaming:budget=512": "streaming, 512 tokens",
@@ -79,7 +84,7 @@ def beside() -> str:
 
 def recalled() -> str:
     """Of the facts that full recalls those that a mode does, a column for each model."""
-    counts = [[sum(each) for each in zip(*map(_recalled, names), strict=True)] for names in RECALLED.values()]
+    counts = [*map(_recalled, RECALLED.values())]
     rows = [[words, *(f"{found[at]} of {found[-1]}" for found in counts)] for at, words in enumerate(MODES.values())]
     return _table(["of the facts that full recalls", *RECALLED], rows)
 
