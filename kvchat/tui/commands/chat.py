@@ -49,7 +49,7 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
     mode = resolve(name, choosable(), "KV mode")
     given = parse_assignments(assignments)
     names = choosable()[mode].model_fields
-    chat.switch(mode, {resolve(key, names, f"parameter of the {mode} mode"): given[key] for key in given})
+    chat.switch(mode, {resolve(key, names, f"{mode} mode parameter"): given[key] for key in given})
 
 
 def set_tokens(name: str) -> Handler:
@@ -81,7 +81,7 @@ async def set_value(chat: ChatController, argument: str) -> None:
         chat.view.add_note(arguments.describe(chat.state))
         return
     known = dict(arguments.parameters(chat.state))
-    name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
+    name = resolve(key, known, f"sampling or {chat.state.mode} mode parameter")
     if not value:
         current = arguments.in_words(chat.state, name)
         chat.view.toast(f"{name} is {current}. It takes {expected(known[name])}.")
@@ -170,7 +170,7 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
     """``/queue send``, ``/queue clear``; without an argument it returns the last question to the prompt."""
     if not argument:
         await chat.take_back()
-    elif resolve(argument, ("send", "clear"), "use of /queue") == "send":
+    elif resolve(argument, ("send", "clear"), "/queue argument") == "send":
         await chat.release_queue()
     else:
         await chat.answers.queue.clear()

@@ -138,10 +138,10 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user sends the text ``typed``; ``pastes`` maps labels in it to the pasted texts that they stand for."""
+        """The user sends the text ``typed``; ``pastes`` maps labels in it to the parts that they stand for."""
 
         typed: str
-        pastes: dict[str, str] = field(default_factory=dict)
+        pastes: dict[str, Part] = field(default_factory=dict)
 
         @property
         def parts(self) -> tuple[Part, ...]:
@@ -174,7 +174,7 @@ class Prompt(TextArea):
         self._suggest = suggest
         self._recalled = ""
         self.has_queue = False
-        self._pastes: dict[str, str] = {}
+        self._pastes: dict[str, Part] = {}
 
     def render_line(self, y: int) -> Strip:
         """Render a line, empty if the prompt has no width: Textual cannot render a placeholder then."""
@@ -195,7 +195,7 @@ class Prompt(TextArea):
     def on_text_area_changed(self) -> None:
         """Once the prompt is empty, forget unfolded pastes: the same text typed again may be a command."""
         if not self.text:
-            self._pastes = {label: text for label, text in self._pastes.items() if label != text}
+            self._pastes = {label: part for label, part in self._pastes.items() if label != part.text}
 
     def action_newline(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)
@@ -246,12 +246,12 @@ class Prompt(TextArea):
         """Replace the text; control characters are replaced by visible marks."""
         super().load_text(typed(text))
 
-    def restore(self, text: str) -> bool:
+    def restore(self, text: str, is_typed: bool = False) -> bool:
         """Put a text into the empty prompt; return False if there is another text."""
         if self.text:
             return False
         self.load_text("")
-        self.insert(self._fold(typed(text)))
+        self.insert(self._fold(typed(text), is_typed))
         return True
 
     def begin(self, text: str) -> None:
@@ -260,8 +260,10 @@ class Prompt(TextArea):
         self.focus()
 
     def replace_all(self, text: str) -> None:
+        """Replace the text by one that was typed elsewhere; a long one stays literal if there were pastes in it."""
+        is_typed = not self._pastes
         self.load_text("")
-        self.restore(text)
+        self.restore(text, is_typed)
         self.move_cursor(self.document.end)
 
     def action_cursor_up(self, select: bool = False) -> None:
@@ -316,24 +318,26 @@ class Prompt(TextArea):
         text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send line ends as CR
         shown = self._fold(text)
         if shown == text and (MENTION.search(text) or (text.startswith("/") and self.selection.start == (0, 0))):
-            self._pastes[text] = text  # as typed text it would name a file or be a command
+            self._pastes[text] = Part(text, is_typed=False)  # as typed text it would name a file or be a command
         self._replace_via_keyboard(shown, *self.selection)
 
-    def _fold(self, text: str) -> str:
+    def _fold(self, text: str, is_typed: bool = False) -> str:
         """``text`` with a label in place of each attached file, or one label for all of it if it is long."""
         found = list(pieces(text))
         if any(piece.name for piece in found):
-            return "".join(self._label(piece.label, piece.text) if piece.name else piece.text for piece in found)
+            files = {piece: self._label(piece.label, Part(piece.text, is_typed=False)) for piece in found if piece.name}
+            return "".join(files.get(piece, piece.text) for piece in found)
         lines = text.count("\n") + 1
         if len(text) <= FOLD_CHARACTERS and lines <= FOLD_LINES:
             return text
         amount = size(len(text.encode("utf-8", "replace")))
-        return self._label(f"[pasted {amount}, {count(lines)} lines]" if lines > 1 else f"[pasted {amount}]", text)
+        label = f"[pasted {amount}, {count(lines)} lines]" if lines > 1 else f"[pasted {amount}]"
+        return self._label(label, Part(text, is_typed))
 
-    def _label(self, label: str, text: str) -> str:
-        while self._pastes.get(label, text) != text:
+    def _label(self, label: str, part: Part) -> str:
+        while self._pastes.get(label, part) != part:
             label = label[:-1] + "+]"
-        self._pastes[label] = text
+        self._pastes[label] = part
         return label
 
     def _show(self, text: str) -> None:
@@ -342,11 +346,11 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
 
-def _split(part: Part, label: str, paste: str) -> list[Part]:
+def _split(part: Part, label: str, paste: Part) -> list[Part]:
     """Split a typed part at each ``label`` and put ``paste`` there."""
     if not part.is_typed:
         return [part]
-    pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), Part(paste, is_typed=False))]
+    pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), paste)]
     return pieces[:-1]
 
 

@@ -85,6 +85,20 @@ async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
         assert sent.endswith(f"@dataclass @/no/such/file and {tmp_path}/notes.txt")
 
 
+async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unless_it_had_pastes(running, tmp_path):
+    (tmp_path / "notes.txt").write_text("a fact")
+    written = "a line\n" * FOLD_LINES + f"about @{tmp_path}/notes.txt"
+    async with running() as (app, _pilot, until):
+        field, conversation = prompt(app), app.controller.state.conversation
+        for answers, is_attached in ((1, True), (2, False)):
+            field.replace_all(written)
+            assert len(field.text) < len(written)
+            press(app, "enter")
+            await until(lambda answers=answers: finished(app, answers))
+            assert ("a fact" in conversation.turns[-2].content) == is_attached
+            await paste(app, "@dataclass")
+
+
 async def test_what_is_typed_after_a_refused_command_stands_alone(running):
     async with running() as (app, _pilot, until):
         field = prompt(app)
