@@ -12,7 +12,6 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import CachedPrefix, HostPool
-from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.prompt_queries import PromptQueries
 from kvchat.kv.transfer import Transfer
@@ -183,7 +182,7 @@ class KVState:
 
     def _leave_quantized(self) -> None:
         """Make the host pool a full-precision one once no page is, was or will be in 8 bits."""
-        if isinstance(self.host, EightBitPool) and not (self.quantizes or has_quantized(self.host)):
+        if isinstance(self.host, EightBitPool) and not (self.quantizes or self.host.has_quantized):
             self._use_pool(self.host.full_precision_pool())
 
     def _use_pool(self, pool: HostPool) -> None:

@@ -10,7 +10,6 @@ If an 8-bit page is truncated inside, what follows is appended to the values tha
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Set
 
 import torch
@@ -46,8 +45,7 @@ class EightBitPool(HostPool):
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_quantized = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._published: list[int] = []
-        self._published_next = 0
+        self._published = self._published_next = 0  # pages whose places the device knows, also that of the next token
 
     # ---- what is stored
 
@@ -67,6 +65,8 @@ class EightBitPool(HostPool):
             return
         first, coming = self._total // self.geometry.page, self._planned(tokens)
         before, self._pages[first:] = self._pages[first:], coming
+        if before != coming[: len(before)]:
+            self._published = min(self._published, first)
         self._give_back(set(before) - set(coming))
         self._take(set(coming) - set(before))
         self._total = tokens
@@ -78,6 +78,7 @@ class EightBitPool(HostPool):
     def _keep(self, pages: int) -> None:
         self._give_back(self._pages[pages:])
         del self._pages[pages:]
+        self._published = min(self._published, pages)
         self._dequantized = {page for page in self._dequantized if page < pages}
 
     @property
@@ -99,6 +100,11 @@ class EightBitPool(HostPool):
     def quantized_pages(self) -> list[int]:
         """The pages that are 8-bit ones, or were before they were cut off."""
         return [page for page, place in enumerate(self._pages) if place < 0 or page in self._dequantized]
+
+    @property
+    def has_quantized(self) -> bool:
+        """True if ``quantized_pages`` has any, without a look at each: it is asked at every step."""
+        return bool(self._dequantized or self._free_quantized.used)
 
     @property
     def room(self) -> int:
@@ -156,6 +162,7 @@ class EightBitPool(HostPool):
             page = eight_bit_pages.dequantize(self.eight_bit.table(layer)[~index], self.geometry)
             self.table(layer)[place] = page
         self._pages[-1] = place
+        self._published = min(self._published, len(self._pages) - 1)
         self._dequantized.add(len(self._pages) - 1)
         self._free.take([place])
         self._free_quantized.give_back([~index])
@@ -163,17 +170,15 @@ class EightBitPool(HostPool):
     def _publish(self, coming: list[int]) -> None:
         """Let the device know where the pages lie, also the one that the next token opens."""
         opened = [] if self._total % self.geometry.page else [place for place in coming[:1] if place >= 0]
-        places = self._pages + opened
-        if len(places) > len(self.places):
-            more = self.geometry.pages(self.geometry.grown(len(places) * self.geometry.page)) - len(self.places)
+        first, end = min(self._published, len(self._pages)), len(self._pages) + len(opened)
+        if end > len(self.places):
+            more = self.geometry.pages(self.geometry.grown(end * self.geometry.page)) - len(self.places)
             with torch.inference_mode(False):
                 self.places = torch.nn.functional.pad(self.places, (0, more))
-        before = self._published
-        same = next((i for i, (a, b) in enumerate(zip(places, before, strict=False)) if a != b), len(before))
-        if places[same:]:
-            self._share.fill_(sum(place < 0 for place in places) / len(places))
-            self.places[same : len(places)] = torch.tensor(places[same:], device=self.device)
-        self._published = places
+        if new := self._pages[first:] + opened:
+            self._share.fill_(self._free_quantized.used / end)
+            self.places[first:end] = torch.tensor(new, device=self.device)
+        self._published = end
         (next_quantized,) = self._free_quantized.lowest(1)
         if next_quantized != self._published_next:
             self.next_quantized.fill_(next_quantized)
@@ -341,11 +346,16 @@ class FreeList:
 
     def __init__(self, end: int) -> None:
         self._end = end
-        self._returned: list[int] = []
+        self._returned: list[int] = []  # ascending
+
+    @property
+    def used(self) -> int:
+        """How many indices are not free."""
+        return self._end - len(self._returned)
 
     def lowest(self, number: int) -> list[int]:
         """The ``number`` lowest free indices, ascending."""
-        found = heapq.nsmallest(number, self._returned)
+        found = self._returned[:number]
         return [*found, *range(self._end, self._end + number - len(found))]
 
     def after(self, number: int) -> int:
@@ -355,11 +365,12 @@ class FreeList:
     def take(self, indices: Iterable[int]) -> None:
         """Mark ``indices``, which ``lowest`` returned, as used."""
         for index in sorted(indices):
-            if index in self._returned:
-                self._returned.remove(index)
+            if index < self._end:
+                self._returned.remove(index)  # one of the first
             else:
                 assert index == self._end
                 self._end += 1
 
     def give_back(self, indices: Iterable[int]) -> None:
         self._returned.extend(indices)
+        self._returned.sort()
