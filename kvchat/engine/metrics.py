@@ -461,7 +461,7 @@ class Ribbon:
         before, self._counts = self._counts, counts.cpu()
         known = min(len(before), len(counts))
         came = (self._counts[:known] > before[:known]).nonzero().flatten()
-        return set((came // cell).tolist())
+        return set(torch.bincount(came // cell).nonzero().flatten().tolist())
 
 
 def _shares(shares: Tensor, cell: int) -> list[float]:

@@ -8,7 +8,7 @@ stored keys. What the best choice of as many tokens or pages would cover shows h
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.attention import AttentionSpec, capped, softmax
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 
@@ -59,15 +60,31 @@ def attended(state: KVState, layer: int) -> Tensor:
 
 
 def attended_counts(state: KVState) -> Tensor:
-    """Per stored token the number of (layer, KV head) pairs in which the last token read it, int64 ``[total]``."""
-    alike: dict[tuple[int, int | None], list[int]] = {}
-    for layer in range(state.geometry.layers):
-        held = state.slots_of[layer]
-        same_as = held[0].layout.first if held and all(slots.layout.shared for slots in held) else layer
-        alike.setdefault((same_as, state.specs[layer].window), []).append(layer)
+    """Per stored token the number of (layer, KV head) pairs in which the last token read it, int64 ``[total]``.
+
+    By what the tables name: a mask of each head over all tokens took a quarter of a step of sync after 33,000 tokens.
+    """
+    whole = Counter[range]()  # ranges of tokens that so many pairs read
+    named = Counter[tuple[DeviceSlots, int, int]]()  # tables, each from some token on, that so many pairs read by
+    for layer, spec in enumerate(state.specs):
+        first = spec.first_seen(state.total)
+        if not state.after_step:
+            whole[range(first, state.total)] += state.geometry.kv_heads
+            continue
+        for slots in state.slots_of[layer]:
+            ring, heads = _ring(state, slots), slots.layout.width(state.geometry)
+            whole[range(first, ring)] += heads
+            shared = slots.layout.shared
+            named[slots, slots.layout.first if shared else layer, max(first, ring)] += heads if shared else 1
     counts = torch.zeros(state.total, dtype=torch.int64, device=state.device)
-    for layers in alike.values():
-        counts += len(layers) * attended(state, layers[0]).sum(0)
+    for tokens, pairs in whole.items():
+        counts[tokens.start : tokens.stop] += pairs
+    read: dict[int, list[Tensor]] = {}
+    for (slots, layer, low), pairs in named.items():
+        table = slots.attended_of(layer)
+        read.setdefault(pairs, []).append(table[table >= low])
+    for pairs, found in read.items():
+        counts += pairs * torch.bincount(torch.cat(found), minlength=state.total)[: state.total]
     return counts
 
 
@@ -93,10 +110,15 @@ def _read_in(state: KVState, layer: int) -> Tensor:
         return torch.full((state.geometry.kv_heads,), state.total - first, device=state.device)
     read = torch.zeros(state.geometry.kv_heads, dtype=torch.int64, device=state.device)
     for slots in state.slots_of[layer]:
-        ring = max(0, state.total - slots.layout.window) if slots.layout.spills else 0
+        ring = _ring(state, slots)
         table = slots.attended_of(layer)
         read[slots.heads_of(layer)] += (table >= max(first, ring)).sum(-1) + max(0, ring - first)
     return read
+
+
+def _ring(state: KVState, slots: DeviceSlots) -> int:
+    """The first token that attention read in ``slots``; those before it, if any, were read in the host pool."""
+    return max(0, state.total - slots.layout.window) if slots.layout.spills else 0
 
 
 def read_tokens(state: KVState) -> float:
