@@ -212,6 +212,8 @@ class ChatController:
         """Recompute the tokens that were computed with reduced context."""
         self.state.refuse_served()
         self.branches.require_ready()
+        if not self.state.conversation.path:  # the engine still has the conversation before it
+            raise UsageError("There is nothing to recompute yet.", hint="Ask something first.")
         self.answers.show_phase(Phase.PREFILL, "recomputing tokens …")
         self.client.send(Rebuild())
 

@@ -119,10 +119,13 @@ async def test_stopping_is_sent_only_during_an_answer(chat):
     assert chat.client.sent[-1] == Stop()
 
 
-async def test_rebuilding_needs_an_engine_that_is_ready(chat):
+async def test_rebuilding_needs_an_engine_that_is_ready_and_a_question(chat):
     with pytest.raises(UsageError, match="busy"):
         chat.controller.rebuild()
     await chat.load()
+    with pytest.raises(UsageError, match="nothing to recompute"):
+        chat.controller.rebuild()
+    chat.controller.state.conversation.ask("one")
     chat.controller.rebuild()
     assert chat.client.sent == [Rebuild()]
     assert chat.phase is Phase.PREFILL
