@@ -30,9 +30,7 @@ def checks() -> Iterator[Check]:
 def commands(gpus: Sequence[GpuInfo], free: int) -> dict[str, str]:
     """A command for each server, with all ``gpus`` and ``free`` bytes of free RAM; empty if it needs a GPU."""
     room, count = free // SHARE, len(gpus)
-    llama = (
-        f"llama-server -m FILE.gguf -ctk q8_0 -ctv q8_0 --cache-ram {room // 2**20} --slot-save-path FOLDER --metrics"
-    )
+    llama = f"llama-server -m FILE.gguf -ctk q8_0 -ctv q8_0 --cache-ram {room // 2**20} --metrics"
     if not gpus:
         vllm = f"VLLM_CPU_KVCACHE_SPACE={max(room // 2**30, 1)} vllm serve MODEL --enable-prompt-tokens-details"
         return {"llama-server": llama, "vLLM": vllm, "SGLang": ""}

@@ -175,8 +175,8 @@ class Engine:
             case messages.Failed() if self.loaded is None:
                 self.show("")
                 raise _error(report)
-            case messages.Failed() if self._job is None or self._last:
-                self.say(str(_error(report)))  # work after an answer failed, such as saving it
+            case messages.Failed() if report.aside or self._job is None or self._last:
+                self.say(str(_error(report)))  # no answer failed, but work after one, such as saving it
             case messages.Finished() | messages.Failed() | messages.Tokenized():
                 self._last = report
                 self._client.send(messages.Peek(0, 0))

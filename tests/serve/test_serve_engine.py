@@ -108,6 +108,17 @@ def test_a_prompt_that_does_not_fit_is_refused_with_its_tokens(tmp_path):
     assert (error["message"], error["n_prompt_tokens"], error["n_ctx"]) == ("Full. 70 of 64.", 70, 64)
 
 
+def test_what_fails_beside_an_answer_is_said_and_ends_none(tmp_path):
+    engine, client, said = loaded(tmp_path)
+    job = engine.submit(CHAT)
+    engine._take(Failed("No figures.", "The GPU is lost.", aside=True))
+    assert drain(job) == []
+    assert "No figures." in said[-1]
+    end(engine, "eos")
+    assert drain(job) == [Ended]
+    assert len(client.sent) == 2
+
+
 def test_what_the_model_should_be_known_for_and_the_room_for_talks_is_said(tmp_path):
     _, _, said = loaded(tmp_path, parked=64 * 1234)
     assert "No GPU." in said

@@ -98,6 +98,7 @@ class ChatScreen(Screen[None]):
         await self._transcript.add(self._welcome())
         if self._first_question:  # an empty one would erase what the user has already typed
             self.query_one(Prompt).replace_all(self._first_question)
+            self._first_question = self.query_one(Prompt).text  # as it is shown: a long one is folded
         run_worker(self, self.controller.listen)
         run_worker(self, self._open_archive)
         self.call_after_refresh(self.controller.start)

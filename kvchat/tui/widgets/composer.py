@@ -261,7 +261,7 @@ class Prompt(TextArea):
 
     def replace_all(self, text: str) -> None:
         """Replace the text by one that was typed elsewhere; a long one stays literal if there were pastes in it."""
-        is_typed = not self._pastes
+        is_typed = all(part.is_typed for part in self.written.parts)
         self.load_text("")
         self.restore(text, is_typed)
         self.move_cursor(self.document.end)

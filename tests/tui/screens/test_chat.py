@@ -24,7 +24,7 @@ from kvchat.tui.controller import ChatController
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
-from kvchat.tui.widgets.composer import Prompt
+from kvchat.tui.widgets.composer import FOLD_LINES, Prompt
 from kvchat.tui.widgets.messages import Note, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn, LabeledRows, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
@@ -70,6 +70,10 @@ async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(
     async with running(replace(asked, prompt="@./none.txt", resume=True)) as (app, _, until):
         await until(lambda: "There is no file" in toasts(app))
         assert prompt(app).text == "@./none.txt", "what cannot be sent stays to be corrected"
+    long = "a line\n" * FOLD_LINES + "and its end\tis here"
+    async with running(replace(asked, prompt=long)) as (app, _, until):
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == long
 
 
 async def test_the_question_of_the_command_line_that_the_user_sends_first_is_sent_once(running, config, monkeypatch):

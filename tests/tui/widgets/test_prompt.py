@@ -90,8 +90,11 @@ async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unle
     written = "a line\n" * FOLD_LINES + f"about @{tmp_path}/notes.txt"
     async with running() as (app, _pilot, until):
         field, conversation = prompt(app), app.controller.state.conversation
+        await paste(app, "x" * (FOLD_CHARACTERS + 1))
+        field.load_text("")
         for answers, is_attached in ((1, True), (2, False)):
             field.replace_all(written)
+            field.replace_all(field.written.text)  # looked at once more in the editor
             assert len(field.text) < len(written)
             press(app, "enter")
             await until(lambda answers=answers: finished(app, answers))
