@@ -146,11 +146,13 @@ class ConversationStore:
         with self._errors("opened"):
             self._db = _open(path, BUSY_S if busy_s is None else busy_s)
             self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
+            ids = [row["id"] for row in self._db.execute("SELECT id FROM conversation")]
         if path:
-            for aside in (path.parent / paths.SAVED_KV_FOLDER).glob(f"*{paths.SAVED_KV}{ASIDE}"):
-                with suppress(OSError):
-                    if time.time() - aside.stat().st_mtime > RESTORABLE_S:
-                        aside.unlink()
+            known = {file for id in ids for pair in self._saved_kv(id) for file in pair}
+            for file in (path.parent / paths.SAVED_KV_FOLDER).glob(f"*{paths.SAVED_KV}*"):
+                if file not in known:  # of a conversation deleted for good, or whose only question was withdrawn
+                    with suppress(OSError):
+                        file.unlink()
 
     def close(self) -> None:
         self._db.close()
@@ -232,7 +234,6 @@ class ConversationStore:
             self._db.execute("UPDATE conversation SET deleted = ? WHERE id = ?", (time.time(), id))
         for kv, aside in self._saved_kv(id):
             with suppress(OSError):
-                os.utime(kv)
                 kv.rename(aside)
 
     def restore(self, id: str) -> bool:

@@ -1,6 +1,5 @@
 """Conversations survive the process, other processes and failing disks."""
 
-import os
 import signal
 import sqlite3
 import stat
@@ -13,7 +12,7 @@ from support.keeping import keep
 
 from kvchat.conversations import store as module
 from kvchat.conversations.conversation import Conversation, ModeChange
-from kvchat.conversations.store import MARK, MIGRATIONS, RESTORABLE_S, ConversationStore, StoreError
+from kvchat.conversations.store import MARK, MIGRATIONS, ConversationStore, StoreError
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -442,7 +441,7 @@ for number in range(10**9):
 # ---- What else is kept of a conversation goes and comes with it
 
 
-def test_the_kv_of_a_conversation_go_and_come_with_it(store, path):
+def test_the_kv_of_a_conversation_go_and_come_with_it(store, path, monkeypatch):
     made = saved(store, "Hello")
     file = path.parent / "kv" / f"{made.id}.kv"
     file.parent.mkdir()
@@ -455,7 +454,20 @@ def test_the_kv_of_a_conversation_go_and_come_with_it(store, path):
     (aside,) = file.parent.iterdir()
     ConversationStore(path).close()
     assert aside.exists()
-    late = aside.stat().st_mtime - RESTORABLE_S - 1
-    os.utime(aside, (late, late))
+    monkeypatch.setattr(module, "RESTORABLE_S", -1)
     ConversationStore(path).close()
     assert not aside.exists()
+
+
+def test_the_kv_of_a_conversation_whose_only_question_was_withdrawn_go_at_the_next_start(store, path):
+    kept, withdrawn = saved(store, "Hello"), Conversation()
+    withdrawn.ask("Never mind.")
+    keep(store, withdrawn)
+    (path.parent / "kv").mkdir()
+    files = [path.parent / "kv" / f"{one.id}.kv" for one in (kept, withdrawn)]
+    for file in files:
+        file.write_bytes(b"pages")
+    withdrawn.withdraw()
+    keep(store, withdrawn)
+    ConversationStore(path).close()
+    assert [file.exists() for file in files] == [True, False]
