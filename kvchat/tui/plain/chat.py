@@ -149,8 +149,11 @@ class PlainChat:
         """The question of the command line with the text piped in for it, then the lines typed or piped in."""
         if self._config.prompt:
             yield self._config.prompt, self._config.piped
-        async for line in reader:
-            yield line, ""
+        while True:
+            async for line in reader:
+                yield line, ""
+            if not self._is_typed or self.chat.may_leave():
+                return  # else the terminal goes on after Ctrl+D
 
     async def _execute(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
         """Run a command, or ask a question about the ``piped`` text; errors are shown.

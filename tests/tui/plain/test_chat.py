@@ -300,6 +300,18 @@ async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(config):
         assert await running == 0
 
 
+async def test_the_end_of_the_input_too_asks_once_more_before_it_leaves_what_could_not_be_saved(config):
+    session = Session(config, is_typed=True)
+    running = asyncio.create_task(session.run())
+    await wait_for(lambda: session.said.endswith(PROMPT))
+    with full_disk():
+        session.send("hello\n")
+        await wait_for(lambda: session.plain.chat.archive.problem)
+        session.close()  # a pipe, unlike a terminal, ends again at once
+        assert await running == 0
+    assert "/quit again" in session.said + session.errors.getvalue()
+
+
 async def test_what_is_printed_when_the_input_ends_is_saved_and_ends_its_line(config):
     session = Session(config, is_typed=True)
     session.send("slow\n")
