@@ -105,7 +105,7 @@ def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_
 def test_a_chat_switches_to_it_and_changes_its_parameters(installed):
     typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
     chat = in_process(installed, "-m", "kvchat", "chat", "--plain", typed=typed)
-    assert "[full to strided, budget 512]" in chat.stdout
+    assert "[full to strided, budget 512, window 64]" in chat.stdout
     assert [line.split()[:2] for line in chat.stdout.splitlines() if line.startswith(("window", "stride"))] == [
         ["window", "64"],
         ["stride", "4"],
