@@ -64,6 +64,16 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
     assert exact_again > 5
 
 
+def test_the_device_knows_where_pages_lie_that_were_put_in_place_of_others():
+    pool = EightBitPool(HostPool(G, torch.device("cpu"), 400))
+    store(pool, 33, 0)
+    pool.reserve(34)
+    pool.put(1, pool.copied(0))
+    pool.total = 41
+    pool.reserve(42)
+    assert pool.places[: len(pool._pages)].tolist() == pool._pages
+
+
 def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
     run = EightBitRun(toy(page=8), "full").begun(10)
     state = run.kv.state
