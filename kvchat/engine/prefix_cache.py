@@ -81,7 +81,7 @@ class Parked:
 
 
 class PrefixCache(Released):
-    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the current one's."""
+    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is that of ``current``."""
 
     _held = ("_runner", "_kv", "_writer")
 
@@ -91,7 +91,7 @@ class PrefixCache(Released):
         self._loop = loop
         self._keeping = keeping
         self._identity = identity(runner.model)
-        self._current = ""
+        self.current = ""
         self._parked: dict[str, Parked] = {}  # the last used one comes last
         self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
         self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
@@ -140,20 +140,20 @@ class PrefixCache(Released):
         Raises:
             UsageError: as ``PromptEncoder.encode``.
         """
-        if conversation == self._current:
+        if conversation == self.current:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
         if conversation is None:
             conversation = self._continued(text, is_text(turns))
-            if conversation == self._current:
+            if conversation == self.current:
                 self._truncate(self._common(self._loop.stored, text))  # first: the answer's mode may not hold the rest
                 return
         current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # makes room for the one that is parked now
         yield from self._park()
-        self._current, self._loop.stored.saved = "", 0  # no conversation's until it has its beginning
+        self.current, self._loop.stored.saved = "", 0  # no conversation's until it has its beginning
         self._loop.metrics.leave()
         if conversation:
             try:
@@ -168,7 +168,7 @@ class PrefixCache(Released):
             yield from self._adopt(best, conversation, began)
         else:
             self._truncate(current)
-        self._current = conversation
+        self.current = conversation
 
     def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
         """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
@@ -183,8 +183,8 @@ class PrefixCache(Released):
         """Keep nothing of a deleted conversation, whose file was moved away; nor what was written since."""
         self._writer.finish(0)
         self._parked.pop(conversation, None)
-        if conversation == self._current:
-            self._current = ""
+        if conversation == self.current:
+            self.current = ""
             self._loop.stored.saved = 0
         if self._keeping.folder:
             with suppress(OSError):  # one that cannot be deleted stays
@@ -229,7 +229,7 @@ class PrefixCache(Released):
         what follows its last question may change, because a template may drop an answer's thought; and the end of a
         plain text, which in an editor changes with every key.
         """
-        known = {self._current: self._loop.stored, **{name: kept.stored for name, kept in self._parked.items()}}
+        known = {self.current: self._loop.stored, **{name: kept.stored for name, kept in self._parked.items()}}
         best, name = (0, False), ""
         for conversation, stored in (*known.items(), *self._saved_beginnings(text, known)):
             common = self._common(stored, text)
@@ -319,7 +319,7 @@ class PrefixCache(Released):
     def _park(self) -> Iterator[Noted]:
         """Park a copy of the current conversation in place of the least recently used ones; ``Noted`` without room."""
         stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
-        if not (self._current and stored.ids):
+        if not (self.current and stored.ids):
             return
         recurrent.keep()
         needed, room = parked_bytes(pool) + recurrent.snapshot_bytes, self._keeping.parked_bytes
@@ -334,7 +334,7 @@ class PrefixCache(Released):
             return
         try:
             with explained(self._kv, "parking the conversation"):
-                self._parked[self._current] = Parked(
+                self._parked[self.current] = Parked(
                     copy.deepcopy(stored),
                     self._control(),
                     parked(pool),
@@ -365,12 +365,12 @@ class PrefixCache(Released):
             for name, kept in self._parked.items()
             if kept.stored.saved < len(kept.stored.ids)
         ]
-        if self._current:
+        if self.current:
             recurrent, state, stored = self._runner.recurrent, self._kv.state, self._loop.stored
             recurrent.keep()
             if stored.saved < len(stored.ids):
                 control, states = self._control(), recurrent.worth_saving
-                job = self._job(self._current, stored, control, states, state.query_bytes, lambda: state.host)
+                job = self._job(self.current, stored, control, states, state.query_bytes, lambda: state.host)
                 jobs.insert(0, job)
         return jobs
 

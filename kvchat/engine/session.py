@@ -41,6 +41,7 @@ from kvchat.protocol.messages import (
     Load,
     Loaded,
     NeedleHidden,
+    Resumed,
     Sampling,
     Split,
     Switched,
@@ -271,7 +272,7 @@ class Session(Released):
                 yield from work
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Open another conversation and park the current one: ``Noted``*, then ``Resumed`` if K/V of it are kept.
+        """Open a conversation and park the current one: ``Noted``*, then ``Resumed`` if K/V of it are kept.
 
         Without ``turns`` it is a new conversation, of which nothing is stored yet.
 
@@ -282,6 +283,8 @@ class Session(Released):
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
+        if conversation == self._prefix_cache.current and self._kv.total:
+            yield Resumed(conversation, self._kv.total, 0.0, "")
         yield from self._saving(self._prefix_cache.resume(conversation, turns))
         self._loop.pin(turns)
 

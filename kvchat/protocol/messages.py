@@ -286,7 +286,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Resumed:
-    """K/V of ``tokens`` tokens of a conversation were restored from ``where`` (memory or disk) in ``seconds``."""
+    """K/V of ``tokens`` tokens of a conversation were restored from ``where`` (memory or disk) in ``seconds``.
+
+    An empty ``where``: the conversation is the current one still.
+    """
 
     conversation: str
     tokens: Count

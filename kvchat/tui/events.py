@@ -62,9 +62,10 @@ class EngineEvents:
             case messages.Resumed(conversation, tokens, taken, where):
                 if conversation == self.state.conversation.id:
                     self.state.is_stored = True
-                    text = f"Restored {count(tokens, 'token')} from {where} in {seconds(taken)}."
-                    self.view.add_note(text)
-                    self.view.log_event(text)
+                    if where:
+                        text = f"Restored {count(tokens, 'token')} from {where} in {seconds(taken)}."
+                        self.view.add_note(text)
+                        self.view.log_event(text)
             case messages.Noted(text):
                 self.view.add_note(text)
             case messages.Started():

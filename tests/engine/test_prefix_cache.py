@@ -316,7 +316,7 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
     for token in ids[-9:]:
         chat.runner.step(token)
         chat.stored.extend([token])
-    chat.cache._current = "a"
+    chat.cache.current = "a"
     chat.stored.mark_text("".join(map(chr, ids)))
     chat.cache.save()
     chat.written()

@@ -17,7 +17,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.page_file import TOKEN, PageFile
 from kvchat.kv.memory.pages import Pages
-from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
+from kvchat.protocol.messages import Keeping, Load, Resumed, Sampling, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
@@ -150,7 +150,7 @@ def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
     (back,) = session.resume("one", (*turns, Turn("assistant", answer)))
     assert (back.tokens, back.where, session._kv.state.pins) == (len(ids), kept_in, pins)
     assert session._loop.stored.ids == ids
-    assert list(session.resume("one", [])) == []
+    assert list(session.resume("one", [])) == [Resumed("one", len(ids), 0.0, "")]
     assert (session.total, session._kv.state.pins) == (len(ids), ())
 
 

@@ -81,9 +81,9 @@ def test_the_longest_beginning_wins(session):
 def test_a_thought_that_the_template_leaves_out_makes_no_second_talk(session):
     question = Turn("user", SEA)
     ask(session, question)
-    names = [session._prefix_cache._current]
+    names = [session._prefix_cache.current]
     ask(session, question, Turn("assistant", "Short."), Turn("user", "And then?"))
-    names.append(session._prefix_cache._current)
+    names.append(session._prefix_cache.current)
     assert names[0] == names[1]
     assert session._prefix_cache.parked_bytes == 0
 
@@ -93,13 +93,13 @@ def test_talks_on_disk_are_found(model, tmp_path):
     load = Load(keeping=Keeping(0, 2**30, str(tmp_path)))
     first = Session(model, load)
     turns = talk(first, SEA)
-    stored, name = first.total, first._prefix_cache._current
+    stored, name = first.total, first._prefix_cache.current
     first.close(60)
     second = Session(model, load)
     try:
         started, where, _ = ask(second, *turns, Turn("user", "And then?"))
         assert (started.reused_tokens, where) == (stored, "disk")
-        assert second._prefix_cache._current == name
+        assert second._prefix_cache.current == name
     finally:
         second.close()
     assert len(list(tmp_path.iterdir())) == 1

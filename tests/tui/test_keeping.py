@@ -87,8 +87,9 @@ async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat
     assert chat.client.sent[-1] == first.to_resume()
     await chat.controller.handle(Resumed("another", 9, 0.1, "disk"))
     assert not chat.controller.state.is_stored
+    await chat.controller.handle(Resumed(first.id, 30_112, 0.0, ""))
+    assert (chat.controller.state.is_stored, chat.view.notes) == (True, [])
     await chat.controller.handle(Resumed(first.id, 30_112, 0.4, "memory"))
-    assert chat.controller.state.is_stored
     assert not lacks(chat.view.notes[-1], "30,112 tokens", "memory", "400 ms")
     await chat.controller.delete(first.id, first.title)
     assert Forget(first.id) in chat.client.sent
