@@ -1,8 +1,6 @@
 """Looking at slots: what is wrong in them is found, and the counts of screens are those of the masks."""
 
 import itertools
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from support.integrity import check_integrity
 from support.kv_run import Run
 from support.mode_rows import FIRST, MIXED
 from support.toy_model import toy
-from torch import Tensor
 
 from kvchat.kv import inspect
 from kvchat.kv.inspect import attended, attended_counts, held_per_head, read_per_head, read_tokens
@@ -37,25 +34,6 @@ def test_counts_are_those_of_the_masks(row):
     run.prefill(5)  # all of it reads everything
     masks = torch.stack([attended(state, layer) for layer in range(len(MIXED))])
     assert torch.equal(attended_counts(state), masks.sum((0, 1)))
-
-
-def test_what_was_read_is_counted_without_a_mask_of_each_head():
-    """The panel asks ten times a second."""
-    run = Run(toy(("plain",) * 8, kv_heads=4, unified=True), "speculative", budget=64, window=32)
-    run.store_only(20_000)
-    run.step_alone()
-    state = run.kv.state
-
-    def seconds(count: Callable[[], Tensor]) -> float:
-        taken = []
-        for _ in range(5):
-            began = time.thread_time()
-            count()
-            taken.append(time.thread_time() - began)
-        return min(taken)
-
-    masks = seconds(lambda: torch.stack([attended(state, layer).sum(0) for layer in range(8)]).sum(0))
-    assert seconds(lambda: attended_counts(state)) < masks / 3  # a tenth is usual
 
 
 def test_what_is_held_is_what_the_tables_name():

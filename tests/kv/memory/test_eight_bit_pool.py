@@ -1,7 +1,6 @@
 """Where pages lie, what memory they take, and that memory that runs out changes nothing."""
 
 import random
-import time
 
 import pytest
 import torch
@@ -89,27 +88,6 @@ def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
     run.set(False)
     assert not isinstance(state.host, EightBitPool)
     assert not run.kv.mode.report().badges
-
-
-@pytest.mark.parametrize("quantizes", [True, False], ids=["in 8 bits", "exact again"])
-def test_a_step_takes_as_long_however_many_pages_there_are(quantizes):
-    def reserving(tokens: int) -> float:
-        state = KVState(Geometry(1, 1, 1, 8, 8, torch.float32, page=8, unified=True), torch.device("cpu"), 40_000)
-        state.quantize_pages(True)
-        state.reserve(tokens)
-        state.host.total = tokens  # K/V do not matter
-        state.quantize_pages(quantizes)
-        state.reserve(tokens + 1)
-        state.host.total += 1
-        taken = []
-        for _ in range(5):  # of the least: a garbage collection may come between
-            began = time.thread_time()
-            for _ in range(20):
-                state.reserve(tokens + 2)
-            taken.append(time.thread_time() - began)
-        return min(taken)
-
-    assert reserving(32_000) < 3 * reserving(320)  # 1 to 1.3 is usual, more than 20 where each page is looked at
 
 
 def test_pages_stay_where_more_is_stored_than_the_context():
