@@ -6,25 +6,19 @@ gets no answer, and the test fails.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 60.0
 
 
 class LlamaServer:
-    """``url`` answers while it is entered, with the model in ``file``, else SmolLM2."""
-
-    file: Path | None = None
+    """``url`` answers while it is entered, with SmolLM2."""
 
     def __init__(self, context: int, port: int = 0) -> None:
         self.context, self.port = context, port or free_port()
@@ -34,8 +28,7 @@ class LlamaServer:
     def __enter__(self) -> LlamaServer:
         from support.real_models import FILES
 
-        file = self.file or FILES["smollm2"]
-        words = [str(file), str(self.port), str(self.context)]
+        words = [str(FILES["smollm2"]), str(self.port), str(self.context)]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,
@@ -58,12 +51,6 @@ class LlamaServer:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-    def pause(self, seconds: float) -> None:
-        """Let it do nothing for so long, as a server of others' prompts."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        threading.Timer(seconds, os.kill, (self._process.pid, signal.SIGCONT)).start()
 
     def _is_ready(self) -> bool:
         try:
