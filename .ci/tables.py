@@ -83,7 +83,7 @@ def beside() -> str:
 
 
 def recalled() -> str:
-    """Of the facts that full recalls those that a mode does, a column for each model."""
+    """Of the facts that full recalls those that a mode does, a column for each of ``RECALLED``."""
     counts = [*map(_recalled, RECALLED.values())]
     rows = [[words, *(f"{found[at]} of {found[-1]}" for found in counts)] for at, words in enumerate(MODES.values())]
     return _table(["of the facts that full recalls", *RECALLED], rows)

@@ -149,7 +149,7 @@ class PrefixCache(Released):
             if conversation == self.current:
                 self._truncate(self._common(self._loop.stored, text))  # first: the answer's mode may not hold the rest
                 return
-        current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
+        common = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # makes room for the one that is parked now
         yield from self._park()
@@ -164,10 +164,10 @@ class PrefixCache(Released):
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.prefix.tokens, default=None)
-        if best and best.prefix.tokens >= current + self._kv.state.geometry.page:
+        if best and best.prefix.tokens >= common + self._kv.state.geometry.page:
             yield from self._adopt(best, conversation, began)
         else:
-            self._truncate(current)
+            self._truncate(common)
         self.current = conversation
 
     def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:

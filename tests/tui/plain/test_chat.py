@@ -287,28 +287,30 @@ async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_i
     assert session.plain.chat.state.conversation.last_text()
 
 
-async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(config):
+@pytest.fixture
+async def unsaved(config):
+    """A session whose question does not fit on the disk, and its task."""
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
     await wait_for(lambda: session.said.endswith(PROMPT))
     with full_disk():
         session.send("hello\n")
         await wait_for(lambda: session.plain.chat.archive.problem)
-        session.send("/quit\n")
-        await wait_for(lambda: "/quit again" in session.said + session.errors.getvalue())
-        session.send("/quit\n")
-        assert await running == 0
+        yield session, running
 
 
-async def test_the_end_of_the_input_too_asks_once_more_before_it_leaves_what_could_not_be_saved(config):
-    session = Session(config, is_typed=True)
-    running = asyncio.create_task(session.run())
-    await wait_for(lambda: session.said.endswith(PROMPT))
-    with full_disk():
-        session.send("hello\n")
-        await wait_for(lambda: session.plain.chat.archive.problem)
-        session.close()  # a pipe, unlike a terminal, ends again at once
-        assert await running == 0
+async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(unsaved):
+    session, running = unsaved
+    session.send("/quit\n")
+    await wait_for(lambda: "/quit again" in session.said + session.errors.getvalue())
+    session.send("/quit\n")
+    assert await running == 0
+
+
+async def test_the_end_of_the_input_too_asks_once_more_before_it_leaves_what_could_not_be_saved(unsaved):
+    session, running = unsaved
+    session.close()  # a pipe, unlike a terminal, ends again at once
+    assert await running == 0
     assert "/quit again" in session.said + session.errors.getvalue()
 
 
