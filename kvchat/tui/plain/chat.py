@@ -152,7 +152,7 @@ class PlainChat:
         while True:
             async for line in reader:
                 yield line, ""
-            if not self._is_typed or self.chat.may_leave():
+            if self._may_leave():
                 return  # else the terminal goes on after Ctrl+D
 
     async def _execute(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
@@ -185,7 +185,7 @@ class PlainChat:
         if action.run:
             await action.run(self.chat, argument)
         elif action.id == "quit":
-            if not self._is_typed or self.chat.may_leave():
+            if self._may_leave():
                 self._left.set()
         elif action.id in self._own:
             await self._own[action.id](argument)
@@ -226,8 +226,12 @@ class PlainChat:
         elif self._is_typed and not self._is_quit_armed:
             self._is_quit_armed = True
             self._lines.line("Press Ctrl+C again to quit.")
-        elif not self._is_typed or self.chat.may_leave():
+        elif self._may_leave():
             self._leave(0 if self._is_typed else INTERRUPTED)
+
+    def _may_leave(self) -> bool:
+        """False the first time that a person would lose unsaved text."""
+        return not self._is_typed or self.chat.may_leave()
 
     def _leave(self, code: int) -> None:
         self._exit_code = code
