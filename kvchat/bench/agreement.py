@@ -30,7 +30,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
         UsageError: no text is long enough; KvchatError: the model cannot be loaded, or all modes refuse.
     """
     frame, found = frame or Frame(), methods(settings.modes)
-    model = choice.load(frame.report)
+    model = choice.load(frame.progress)
     size = settings.context + settings.tokens
     texts = passages(settings.texts, size, model.tokenizer)[: settings.passages]
     head = experiment(

@@ -48,7 +48,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
         UsageError: no text is long enough; KvchatError: the model cannot be loaded, or all modes refuse.
     """
     frame, found = frame or Frame(), methods(settings.modes)
-    model = choice.load(frame.report)
+    model = choice.load(frame.progress)
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
     head = experiment(
         "coverage",

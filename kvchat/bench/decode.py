@@ -57,7 +57,7 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
     for name in settings.baselines or ():
         check_known(name, baselines.BASELINES, "baseline")
     frame = frame or Frame()
-    model = decoding.open_model(settings, choice, frame.report)
+    model = decoding.open_model(settings, choice, frame.progress)
     settings = _without_spilled(settings, model, frame.report)
     with current(model.device):
         return _measured(settings, _wanted(settings), model, frame)

@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 CALIBRATED = frozenset({"sync", "razor"})  # modes that need a calibration
 
 
-def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedModel:
+def open_model(settings: Decode, choice: ModelChoice, progress: Report) -> LoadedModel:
     """Load the model.
 
     Raises:
         KvchatError: it is refused, or its context is too short for the longest context and the decoded tokens.
     """
-    model = model_shapes.choose(settings.shape, choice, report)
+    model = model_shapes.choose(settings.shape, choice, progress)
     needed = max(settings.contexts) + settings.steps + warm_up(model.device)
     if needed > model.context:
         raise DoesNotFitError(

@@ -72,7 +72,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     for task in settings.tasks:
         check_known(task, TASKS, "task")
     frame, found = frame or Frame(), methods([f"full:draft={draft}" for draft in settings.drafts])
-    model = choice.load(frame.report)
+    model = choice.load(frame.progress)
     what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"
     head = experiment("draft", what, asdict(settings) | choice.settings(), found, model)
     quoted = model.tokenizer.decode(passages((), PASSAGE, model.tokenizer)[-1].ids, skip_special_tokens=True)

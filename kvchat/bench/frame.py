@@ -43,12 +43,13 @@ NORMAL_95 = 1.959964  # 95 % of a normal distribution are within so many standar
 class Frame:
     """Saves a measurement's rows and reports them.
 
-    ``file`` None keeps them in memory only; an existing file is replaced. ``report`` gets lines for a person;
-    ``command`` is noted in the result.
+    ``file`` None keeps them in memory only; an existing file is replaced. ``report`` gets lines for a person,
+    ``progress`` what is being loaded, an empty text at the end of that; ``command`` is noted in the result.
     """
 
     file: Path | None = None
     report: Report = lambda line: None
+    progress: Report = lambda stage: None
     clock: Callable[[], float] = time.monotonic
     command: str = ""
 
@@ -217,13 +218,16 @@ class ModelChoice:
     quantize: str = "none"
     host_dtype: HostDtype = "model"
 
-    def load(self, report: Callable[[str], None]) -> LoadedModel:
-        """Load the weights; ``report`` is called with each stage."""
+    def load(self, progress: Report) -> LoadedModel:
+        """Load the weights; ``progress`` is called with each stage, and with an empty text at the end."""
         from kvchat.models import compile_ahead  # imports torch
         from kvchat.models.load import load_model
 
-        loaded = load_model(self.asked, report)
-        compile_ahead.finish(report)
+        try:
+            loaded = load_model(self.asked, progress)
+            compile_ahead.finish(progress)
+        finally:
+            progress("")
         return loaded
 
     def settings(self) -> dict[str, str]:

@@ -95,14 +95,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 NO_TOKENIZER = SimpleNamespace(chat_template="none", eos_token_id=None, all_special_ids=(), added_tokens_decoder={})
 
 
-def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> LoadedModel:
+def choose(shape: str, choice: ModelChoice, progress: Callable[[str], None]) -> LoadedModel:
     """The model of ``choice``, or random weights in the named ``shape``, on its device.
 
     Raises:
         UsageError: both a shape and a model or a quantization were given; KvchatError: it cannot be loaded.
     """
     if not shape:
-        return choice.load(report)
+        return choice.load(progress)
     if choice.model != ModelChoice.model:
         raise UsageError("A model and a shape cannot be combined.", hint="Use either --model or --shape.")
     if choice.quantize != ModelChoice.quantize:

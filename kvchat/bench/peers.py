@@ -99,7 +99,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
     wanted = OTHERS if settings.peers is None else settings.peers
     for name in wanted:
         check_known(name, OTHERS, "peer")
-    model = choice.load(frame.report)
+    model = choice.load(frame.progress)
     others = [name for name in wanted if find_spec(name)]
     if absent := [name for name in wanted if name not in others]:
         frame.report(f"Not installed, left out: {', '.join(absent)}")
@@ -108,7 +108,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
         refuse_llama_cpp(model)
     spare = settings.steps + warm_up(model.device) + 1
     contexts = sorted({min(context or model.context, model.context - spare) for context in settings.contexts})
-    location = checkpoint.locate(choice.model, frame.report)
+    location = checkpoint.locate(choice.model, frame.progress)
     with ExitStack() as copies:
         gguf = ""
         if of_files:

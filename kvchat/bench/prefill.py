@@ -41,7 +41,7 @@ def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | N
         KvchatError: the model or mode is refused, or a prompt does not fit.
     """
     frame, found = frame or Frame(), methods([settings.mode])
-    model = model_shapes.choose(settings.shape, choice, frame.report)
+    model = model_shapes.choose(settings.shape, choice, frame.progress)
     longest = max(settings.lengths) + settings.turn
     if longest > model.context:
         raise UsageError(

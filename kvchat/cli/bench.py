@@ -23,7 +23,7 @@ from kvchat.bench import settings
 from kvchat.bench.frame import Frame, ModelChoice
 from kvchat.bench.texts import check
 from kvchat.cli.options import NamedDevice, complete_model, parameter, setting, signed
-from kvchat.cli.output import echo, report
+from kvchat.cli.output import echo, progress, report
 from kvchat.config import profiles
 from kvchat.config.schema import KvSection, ModelSettings
 from kvchat.errors import UsageError
@@ -74,7 +74,7 @@ def experiment(
             files.check_folder(out)
             if out.is_dir():
                 raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
-        frame = Frame(out, report, command=_command(sys.argv[1:]))
+        frame = Frame(out, report, progress, command=_command(sys.argv[1:]))
         result = import_module(f"kvchat.bench.{module}").run(chosen, choice, frame)
         echo(json.dumps(result, indent=2) if given["as_json"] else reports.rendered([result]))
         if out:

@@ -29,7 +29,7 @@ class Loaded(ModelChoice):
 
     loaded: LoadedModel | None = None
 
-    def load(self, report: Report) -> LoadedModel:
+    def load(self, progress: Report) -> LoadedModel:
         assert self.loaded is not None
         return self.loaded
 

@@ -119,7 +119,7 @@ class Study:
             if part not in self.parts:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
-        model = choice.load(frame.report)
+        model = choice.load(frame.progress)
         # A default that exceeds a small model's context fails only the parts that need it.
         for size in fields(settings):
             value = getattr(settings, size.name)
