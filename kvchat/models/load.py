@@ -390,13 +390,17 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer, and notes for the user."""
     from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     try:
         with explained_panics():
             if checkpoint.gguf:
                 built = tokenizers.build(described.gguf, checkpoint.name)
                 return guarded(built.tokenizer), built.notes
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+            # A class that a repository names may build its own steps instead of the file's: SmolLM2's is GPT2Tokenizer,
+            # which splits spaces before digits in another way. Seen in transformers 5.24.
+            kind = PreTrainedTokenizerFast if (checkpoint.folder / "tokenizer.json").is_file() else AutoTokenizer
+            tokenizer = kind.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except KvchatError:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file

@@ -120,6 +120,19 @@ def test_every_end_token_and_the_makers_temperature_count(folder):
     assert (loaded.eos_ids, loaded.advised.temperature) == ({7, 8, 2, 4}, 0.3)
 
 
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "GemmaTokenizer"])
+def test_a_text_is_split_as_the_tokenizers_file_says_whatever_class_is_named(folder, named):
+    """Classes of transformers have steps of their own, which repositories of other tokenizers name."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"]["pretokenizers"].insert(0, letters)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(folder / "tokenizer_config.json", tokenizer_class=named)
+    tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
+    assert tokenizer.decode(tokenizer.encode("a whale")) == "a whale"
+    assert len(tokenizer.encode("a whale", add_special_tokens=False)) == len("a whale")
+
+
 def test_the_revision_follows_the_files(folder):
     def revision(folder):
         return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
