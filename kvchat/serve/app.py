@@ -316,7 +316,8 @@ async def _next(job: Job, seconds: float) -> Any:
 
 
 def framed(piece: dict[str, Any]) -> str:
-    return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
+    """An event of a stream, in ASCII: many clients take U+2028, U+2029 and U+0085 for ends of lines."""
+    return f"data: {json.dumps(piece)}\n\n"
 
 
 async def parsed(request: Request, kind: type[B]) -> B:

@@ -86,6 +86,14 @@ class Defaults:
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_ask_for_nothing(cls, fields: Any) -> Any:
+        """Without unknown fields that are null: some clients send all that they know."""
+        if isinstance(fields, dict) and cls.model_config["extra"] == "forbid":
+            return {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
+        return fields
+
 
 class CalledFunction(Body):
     name: str
@@ -100,9 +108,9 @@ class ToolCall(Body):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call, with its arguments as an object if they are a JSON object."""
+        """The call, with its arguments as an object if they are a JSON object, or nothing."""
         try:
-            parsed = json.loads(self.function.arguments)
+            parsed = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else self.function.arguments
@@ -353,10 +361,11 @@ class ChatRequest(AnswerRequest):
         used = loaded.template_variables
         for name in own:
             if name not in used:
-                raise invalid(f"The model's chat template does not use {name}, only {', '.join(used) or 'none'}.", name)
-        others = [text for text in load.template_args if text.partition("=")[0] not in own]
+                others = f", only {', '.join(used)}" if used else ""
+                raise invalid(f"The model's chat template does not use {name}{others}.", name)
+        servers = [text for text in load.template_args if text.partition("=")[0] not in own]
         own |= {"tools": tools} if tools else {}
-        args = (*others, *(f"{name}={json.dumps(value)}" for name, value in own.items()))
+        args = (*servers, *(f"{name}={json.dumps(value)}" for name, value in own.items()))
         try:
             parse_args(args)
         except UsageError as error:

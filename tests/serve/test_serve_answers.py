@@ -18,6 +18,7 @@ from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Finished, Load, Loaded, Started, Text, parse_args
 from kvchat.serve.answers import Answer, Calls, timings
+from kvchat.serve.app import framed
 from kvchat.serve.requests import ChatRequest, Defaults
 
 THOUGHTFUL = "<think>\nThey ask, so </ I answer.\n</think>\n\nParis, </think> of course."
@@ -139,6 +140,20 @@ def test_a_thought_that_comes_back_is_given_to_the_template():
     turns = asked.turns(Defaults(system="Be brief."))
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
+
+
+def test_a_call_without_arguments_has_an_empty_object_of_them():
+    """Clients send "" for none, and templates iterate over them."""
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}
+    (turn,) = ChatRequest.model_validate({"messages": [called]}).turns(Defaults())
+    assert json.loads(turn.more)["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+def test_an_event_is_one_line_for_every_client():
+    """httpx and others end lines at these characters too."""
+    said = "a\u2028b\u2029c\u0085d"
+    (line,) = framed({"said": said}).split("\n\n")[0].splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"said": said}
 
 
 def test_variables_take_the_place_of_the_servers():

@@ -376,11 +376,12 @@ def test_nothing_is_accepted_and_ignored(bundled, fields, param):
 def test_what_asks_for_nothing_is_accepted(bundled):
     neutral = {
         "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": [],
-        "response_format": {"type": "text"}, "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
+        "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
         "stream": False, "seed": 1, "store": False, "top_p": 1, "min_p": 0, "top_k": 0, "max_tokens": 4,
+        "mirostat": None, "response_format": {"type": "text", "grammar": None},
     }  # fmt: skip
     assert bundled.chat(QUESTION, **neutral).status == 200
-    said = {"role": "assistant", "content": "Paris.", "refusal": None, "tool_calls": None, "audio": None}
+    said = {"role": "assistant", "content": "Paris.", **dict.fromkeys(("refusal", "tool_calls", "audio", "images"))}
     body = {"messages": [*messages(QUESTION), said, *messages("Sure?")], "max_tokens": 4}
     assert bundled.ask("/v1/chat/completions", body).status == 200
 
