@@ -220,7 +220,7 @@ class PromptEncoder:
     @property
     def thought_tags(self) -> tuple[str, ...]:
         """The tags that begin a thought, derived from the end tags at which the template splits earlier answers."""
-        ends = _SPLIT_AT.findall(str(self._tokenizer.chat_template))
+        ends = _SPLIT_AT.findall(self._template.source if self._tokenizer.chat_template else "")
         return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
 
     def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:

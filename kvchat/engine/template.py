@@ -67,7 +67,7 @@ class ChatTemplate:
     @property
     def variables(self) -> tuple[str, ...]:
         """The names of the variables that the template looks at, but for those that every template is given."""
-        return tuple(sorted(self._names - RESERVED - {TOOLS}))
+        return tuple(sorted(self._names(self.source) - RESERVED - {TOOLS}))
 
     @property
     def calls(self) -> str:
@@ -75,30 +75,35 @@ class ChatTemplate:
 
         It is the tokenizer's own, else the one for models whose template writes calls between the same tags.
         """
-        if TOOLS not in self._names:
+        source = self._source([])
+        if TOOLS not in self._names(source):
             return ""
         try:
             from transformers.cli.serving.utils import get_response_template
         except ImportError:  # of an older version
             return ""
-        like = next((kind for tag, kind in WRITTEN_AS.items() if tag in self._source()), "")
+        like = next((kind for tag, kind in WRITTEN_AS.items() if tag in source), "")
         found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=like)))
         return json.dumps(found) if found else ""
 
     @property
-    def _names(self) -> set[str]:
+    def source(self) -> str:
+        """The template itself: of several that have names the one for tools, if they are among the variables."""
+        return self._source(self._variables.get(TOOLS))
+
+    def _names(self, source: str) -> set[str]:
         environment = self._compiled().environment
-        known: set[str] = meta.find_undeclared_variables(environment.parse(self._source()))
+        known: set[str] = meta.find_undeclared_variables(environment.parse(source))
         known.difference_update(self._tokenizer.special_tokens_map, environment.globals)
         return known
 
     def _compiled(self) -> Template:
         # apply_chat_template would tell the template the present time. Seen in transformers 5.23.
-        compiled: Template = chat_template_utils._compile_jinja_template(self._source())
+        compiled: Template = chat_template_utils._compile_jinja_template(self.source)
         return compiled
 
-    def _source(self) -> str:
-        source: str = self._tokenizer.get_chat_template()
+    def _source(self, tools: Any) -> str:
+        source: str = self._tokenizer.get_chat_template(tools=tools)
         return unmarked(source)
 
 

@@ -156,7 +156,8 @@ def test_what_the_template_writes_behind_an_answer_need_not_end_it(tokenizer, te
 
 def test_a_template_knows_the_tags_that_it_looks_for(tokenizer):
     template = DROPS_THINKING.replace("</think>", "</plan>") + "{{ '' if 'x'.split('</tool_response>') else '' }}"
-    assert with_template(tokenizer, template).thought_tags == ("<plan>",)
+    for written in (template, {"default": f'{template}{{{{ "" }}}}', "other": ""}):
+        assert with_template(tokenizer, written).thought_tags == ("<plan>",)
     assert with_template(tokenizer, None).thought_tags == ()
 
 

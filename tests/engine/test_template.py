@@ -101,6 +101,16 @@ def test_its_variables_are_found_and_given_to_it(tokenizer):
     assert ChatTemplate(tokenizer, given).render(question, datetime.now()).startswith("Hi<think></think>low")
 
 
+def test_of_templates_with_names_the_one_for_tools_is_taken_where_there_are_tools(tokenizer):
+    written = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{}</tool_call>"
+    tokenizer.chat_template = {"default": GENUINE["thinking"], "tool_use": GENUINE["roles"] + written}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    for given in ({}, {"tools": tools}):
+        expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **given)
+        assert ChatTemplate(tokenizer, given).render(MESSAGES, datetime.now()) == expected
+    assert ChatTemplate(tokenizer).calls == ChatTemplate(tokenizer, given).calls != ""
+
+
 def test_variables_are_json_or_text():
     args = ["a=true", "b=False", "c=3", 'd=["x"]', "e=low", "f=", "g=1=2"]
     assert parse_args(args) == {"a": True, "b": False, "c": 3, "d": ["x"], "e": "low", "f": "", "g": "1=2"}
