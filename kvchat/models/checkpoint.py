@@ -89,7 +89,9 @@ def locate(name: str, progress: Progress) -> ModelLocation:
         why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is not a file."
         raise ModelError(f"{name} does not exist.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
-        raise ModelError(f"{_where(location)} is not a model.", "It has no config.json.", format_hint(location.folder))
+        of_repository = f"If it has GGUF files, name one of them: {name}:FILE.gguf."
+        hint = of_repository if location.on_hub else format_hint(location.folder)
+        raise ModelError(f"{_where(location)} is not a model.", "It has no config.json.", hint)
     return location
 
 

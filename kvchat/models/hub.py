@@ -79,7 +79,7 @@ def _explained(name: str) -> Iterator[None]:
         raise ModelError(
             f'"{name}" is not a model.',
             "It is neither a folder nor the name of a hub repository.",
-            "Check the spelling; a server is named as http://HOST:PORT.",
+            "Name a repository as ORG/MODEL, a GGUF file of one as ORG/MODEL:FILE.gguf, a server as http://HOST:PORT.",
         ) from error
     except errors.GatedRepoError as error:
         hint = f"Accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`."

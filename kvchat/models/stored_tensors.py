@@ -22,6 +22,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 COMPRESSED, TORCHAO, GGUF = "compressed-tensors", "torchao", "gguf"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
 MXFP4_CAPABILITY = (7, 5)  # of a GPU: its kernels need it
+WHOLE = "model.safetensors"  # the weights of a model that has one file of them
 # The objects in an index of several weight files, and what to do if one is absent.
 INDEXED = {
     "weight_map": "Download the model again.",
@@ -59,10 +60,10 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
     """
     index = folder / INDEX
     if not index.is_file():
-        found = tuple(sorted(folder.glob("model*.safetensors")))
-        if not found:
-            raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", format_hint(folder))
-        return found
+        if (folder / WHOLE).is_file():
+            return (folder / WHOLE,)
+        lacks = INDEX if any(folder.glob("model-*.safetensors")) else WHOLE
+        raise ModelError(f"{where} has no weights.", f"There is no {lacks}.", format_hint(folder))
     shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(
@@ -113,6 +114,8 @@ def format_hint(folder: Path) -> str:
     """What to do about a folder without safetensors."""
     if gguf_file.models_in(folder):
         return "It has several GGUF files: name one of them."
+    if (folder / "adapter_config.json").is_file():
+        return f"{gguf_file.NO_MODEL['adapter']} Merge it into that model, and load the merged one."
     return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
 
 

@@ -187,6 +187,11 @@ def no_weights(folder):
         file.unlink()
 
 
+def an_adapter(folder):
+    no_weights(folder)
+    (folder / "adapter_config.json").write_text("{}")
+
+
 def truncated_weights(folder):
     file = folder / "model-00001-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -210,7 +215,9 @@ DAMAGES = {
     "llamma": lambda it: edit_json(it / "config.json", model_type="llamma", architectures=None),
     '"clip" is not a chat model': lambda it: transformers.CLIPConfig().save_pretrained(it),
     "kvchat cannot run Mamba2ForCausalLM. None of its layers attends": recurrent,
-    "has no weights": no_weights,
+    "has no weights. There is no model.safetensors.": no_weights,
+    "There is no model.safetensors.index.json": lambda it: (it / INDEX).unlink(),
+    "It is an adapter (LoRA) for another model": an_adapter,
     "lacks 1 of its 2 weight files, such as model-00002-of-00002.safetensors": lambda it: (
         it / "model-00002-of-00002.safetensors"
     ).unlink(),

@@ -209,6 +209,8 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"q4\.gguf"):
         checkpoint.locate("org/model:q4.gguf", silent)
     assert asked == [("org/model", ["q4.gguf"])]
+    with pytest.raises(ModelError, match=r"org/model:FILE\.gguf"):
+        checkpoint.locate("org/model", silent)
     (tmp_path / "q4.gguf").write_bytes(content := gguf_header(("a", (256, 4), 12)))
     found = checkpoint.complete(checkpoint.locate("org/model:q4.gguf", silent), silent)
     assert (found.gguf, found.revision, found.weight_bytes) == ("q4.gguf", tmp_path.name, len(content))
