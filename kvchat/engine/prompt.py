@@ -81,6 +81,7 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
         self._escaper = Escaper(tokenizer, control)  # enough for trying the template
+        self._takes_spaces = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
         names = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
@@ -130,7 +131,10 @@ class PromptEncoder:
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """The ids of a rendered text; those of ``stored`` up to the last mark that matches."""
         kept, chars = stored.matched_prefix(text)
-        return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
+        rest = text[chars:]
+        if kept and stored.ids[kept - 1] in self._takes_spaces:
+            rest = rest.lstrip()
+        return stored.ids[:kept] + self._rest(rest, anchored=chars > 0)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
         """The positions of the pinned turns' tokens, with the template's tokens around them; ascending.

@@ -27,6 +27,7 @@ SPECIAL = {
 }
 # Defaults for a vocabulary of the kind "llama".
 SPM_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that leave the text behind them as it is
 # ---- pre-tokenizers --------------------------------------------------------------------------------
 # Regular expressions that split a text, one after the other, before merges are applied; the text between two matches is
 # a piece too.
@@ -249,10 +250,13 @@ class _Vocabulary:
     def _add_special(self, built: Tokenizer) -> None:
         """Make each token that the file marks as special one id in any text."""
         always = {*self.special.values(), *self.ends}
+        # No key says that Phi-3's tokens take the spaces and line ends behind them.
+        takes_spaces = self.kind == SPM and self._file.architecture == "phi3"
         control, defined = [], []
         for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
             if kind in (CONTROL, UNKNOWN) or id in always:
-                control.append(AddedToken(token, normalized=False, special=True))
+                rstrip = takes_spaces and token not in PHI3_PLAIN
+                control.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
             elif kind == USER_DEFINED:
                 defined.append(AddedToken(token, normalized=False, special=False))
         built.add_special_tokens(control)

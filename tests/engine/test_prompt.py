@@ -182,6 +182,17 @@ def test_the_next_turn_appends_only_its_own_tokens(tokenizer, encoder, answer, e
     assert prompt.ids[prompt.reused :] == tokenizer.encode(suffix)
 
 
+def test_behind_an_end_that_takes_the_line_ends_after_it_none_is_added(tokenizer):
+    """As in Phi-3: the stored answer ends with that token, and the template goes on with a line end."""
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<|stop|>", rstrip=True)})
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>\n{% endfor %}<|assistant|>"
+    encoder, stored, said = with_template(tokenizer, template), Stored(), one_by_one(tokenizer, "Hello.")
+    chat(encoder, [user("Hi")], "Hello.", said, stored, tokenizer.eos_token_id)
+    turns = [user("Hi"), assistant("Hello."), user("More?")]
+    prompt = encoder.encode(turns, stored)
+    assert prompt.ids[prompt.reused :] == tokenizer.encode("<|user|>More?<|stop|><|assistant|>")
+
+
 def test_an_edited_turn_keeps_what_lies_before_it(tokenizer, encoder):
     stored = Stored()
     chat(encoder, [user("Hi")], "Hello", one_by_one(tokenizer, "Hello"), stored, END)

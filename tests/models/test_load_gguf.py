@@ -320,6 +320,16 @@ def test_pieces_of_sentences_merge_in_the_order_of_their_scores(prefix, ids):
     assert built.encode("é", add_special_tokens=False)[-2:] == [8 + 0xC3, 8 + 0xA9]
 
 
+@pytest.mark.parametrize(("architecture", "ids"), [("phi3", [3, 4, 5, 4]), ("llama", [3, 6, 4, 5, 6, 4])])
+def test_control_tokens_of_phi_3_take_the_line_ends_behind_them(architecture, ids):
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "▁a", "<|end|>", "▁", "a"]
+    types = [UNKNOWN, *[CONTROL] * 3, NORMAL, CONTROL, NORMAL, NORMAL]
+    file = file_of(tokens, types, pre="default", kind="llama", scores=(0.0,) * len(tokens))
+    file.values["general.architecture"] = architecture
+    built = tokenizer_module.build(file, "m").tokenizer
+    assert built.encode("<|user|> a<|end|> a", add_special_tokens=False) == ids
+
+
 def test_the_end_of_a_turn_is_an_end_too():
     built = build(*bytes_and(("<eos>", CONTROL), ("<end>", NORMAL)), eos_token_id=256, eot_token_id=257)
     assert built.tokenizer.encode("<end>", add_special_tokens=False) == [257]
