@@ -89,9 +89,11 @@ class PlainChat:
             "stop": self._stop,
         }
         self._editor: external_editor.Editor | None = None
+        self._release: Callable[[], None] = lambda: None
 
     async def run(self, reader: LineReader) -> int:
         """Chat until the lines end or the user leaves, and return the exit code."""
+        self._release = reader.release
         if self._is_typed:
             self._lines.line(WELCOME)
         for problem in self._config.problems:
@@ -292,6 +294,7 @@ class PlainChat:
         def begun(editor: external_editor.Editor) -> None:
             self._editor = editor
 
+        self._release()
         try:
             text = await asyncio.to_thread(external_editor.edit, "", begun)
         finally:

@@ -326,16 +326,13 @@ class LineReader:
         self._entered = entered
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._is_terminal = os.isatty(descriptor)
+        self._typed: asyncio.Queue[bytes] = asyncio.Queue()
         self.is_pasted = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
         rest, is_open = "", True
         while is_open:
             data = await self._read()
-            while data and self._is_terminal and select.select([self._descriptor], [], [], AT_ONCE_S)[0]:
-                data += (more := os.read(self._descriptor, 2**16))
-                if not more:
-                    break
             if is_open := bool(data):
                 self._entered()
             text = rest + self._decoder.decode(data, not data)
@@ -352,9 +349,25 @@ class LineReader:
         if rest:
             yield rest.replace(f"{CONTINUED}\n", "\n")
 
+    def release(self) -> None:
+        """Leave the terminal to another program until the next line is asked for."""
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+
+    def _take(self) -> None:
+        """Take what the terminal delivers together, also while a command runs: later it would seem to be one paste."""
+        data = more = os.read(self._descriptor, 2**16)
+        while more and select.select([self._descriptor], [], [], AT_ONCE_S)[0]:
+            data += (more := os.read(self._descriptor, 2**16))
+        if not data:
+            self.release()
+        self._typed.put_nowait(data)
+
     async def _read(self) -> bytes:
         """The next bytes, none at the end; the descriptor stays blocking because a terminal shares it with stdout."""
         loop = asyncio.get_running_loop()
+        if self._is_terminal:
+            loop.add_reader(self._descriptor, self._take)
+            return await self._typed.get()
         readable = asyncio.Event()
         try:
             loop.add_reader(self._descriptor, readable.set)

@@ -28,7 +28,7 @@ from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.plain import view
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
-from kvchat.tui.plain.view import LineReader, LineWriter, PlainAnswer, PlainView, spoken
+from kvchat.tui.plain.view import AT_ONCE_S, LineReader, LineWriter, PlainAnswer, PlainView, spoken
 from kvchat.tui.state import Phase
 
 
@@ -521,6 +521,22 @@ async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, li
         if len(read) == len(lines):
             os.write(keyboard, b"\x04")
     assert read == lines
+    os.close(keyboard)
+    os.close(terminal)
+
+
+async def test_lines_typed_while_a_command_runs_are_no_paste():
+    keyboard, terminal = os.openpty()
+    reader, read = LineReader(terminal), []
+    os.write(keyboard, b"/models\n")
+    async for line in reader:
+        read.append((line, reader.is_pasted))
+        for typed in (b"one\n", b"two\n") if len(read) == 1 else ():
+            os.write(keyboard, typed)
+            await asyncio.sleep(3 * AT_ONCE_S)
+        if line.endswith("two"):
+            break
+    assert read == [("/models", False), ("one", False), ("two", False)]
     os.close(keyboard)
     os.close(terminal)
 
