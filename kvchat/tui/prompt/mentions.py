@@ -61,9 +61,7 @@ def attach(parts: Iterable[Part], limit: int) -> str:
         escaped, quoted, bare = found.groups()
         name, after = (quoted, "") if quoted else _split_punctuation(bare)
         if escaped:
-            with suppress(UsageError):  # an error means that it looks like a mention
-                return found[0][_is_file(name, bool(quoted)) :]
-            return found[0][1:]
+            return found[0][_is_meant(found) :]
         if not _is_file(name, bool(quoted)):
             return found[0]
         if name not in files:
@@ -76,6 +74,13 @@ def attach(parts: Iterable[Part], limit: int) -> str:
         rest += MENTION.sub("", text) if is_typed else text
     fenced = [attachments.fenced(name, text) for name, text in files.items()]
     return "\n\n".join(filter(None, (*fenced, written if rest.strip() or not files else "")))
+
+
+def literal(text: str) -> str:
+    """A text as it must be typed to be sent as it is: ``\\@`` in place of ``@`` where that would mean a file."""
+    mentions = {found[0]: found for found in MENTION.finditer(text)}
+    meant = {written for written, found in mentions.items() if not found[1] and _is_meant(found)}
+    return MENTION.sub(lambda found: "\\" * (found[0] in meant) + found[0], text)
 
 
 def mention(path: str) -> str:
@@ -160,6 +165,15 @@ def _is_file(name: str, is_quoted: bool) -> bool:
         return False
     hint = f'Did you mean "{near[0]}"?' if near else "Check the path."
     raise UsageError(f'There is no file "{name}".', hint, f"Write \\@{name} to send it as text.")
+
+
+def _is_meant(found: re.Match[str]) -> bool:
+    """True if a mention means a file, even one that does not exist."""
+    _, quoted, bare = found.groups()
+    try:
+        return _is_file(quoted or _split_punctuation(bare)[0], bool(quoted))
+    except UsageError:
+        return True
 
 
 def _exists(name: str) -> bool:

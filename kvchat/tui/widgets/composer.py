@@ -29,7 +29,7 @@ from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, Action, bindings, fin
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
-from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
+from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion, literal
 from kvchat.units import count, size
 
 COUNT_S = 0.2  # from a change to counting the tokens
@@ -222,10 +222,11 @@ class Prompt(TextArea):
             self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
 
     def remember(self, sent: Sent) -> None:
-        """Add the sent text to the history."""
+        """Add the sent text to the history, as it would be typed."""
+        text = "".join(part.text if part.is_typed else literal(part.text) for part in sent.parts)
         try:
-            if sent.text.strip():
-                self.prompts.add(sent.text)
+            if text.strip():
+                self.prompts.add(text)
         except OSError as error:
             self.app.notify(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 

@@ -83,6 +83,9 @@ async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
         sent = app.controller.state.conversation.turns[0].content
         assert "a fact" in sent
         assert sent.endswith(f"@dataclass @/no/such/file and {tmp_path}/notes.txt")
+        press(app, "up", "enter")
+        await until(lambda: finished(app, 2))
+        assert app.controller.state.conversation.turns[2].content == sent
 
 
 async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unless_it_had_pastes(running, tmp_path):
