@@ -43,15 +43,19 @@ def _moment(seconds: float) -> str:
 
 def to_markdown(conversation: Conversation) -> str:
     """The path as Markdown: its provenance, each message under a heading, and each answer's cost below it."""
-    parts = [f"# {conversation.title}", f"*{provenance(conversation)}*"]
+    parts = [f"# {conversation.title}", _italic(provenance(conversation))]
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
     for message in conversation.path:
         parts.append(f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip(chr(10))}")
         if message.role == "assistant":
             cost = " · ".join(filter(None, (_moment(message.created), message.model, message.receipt)))
-            parts.append(f"*{cost}*")
-    return "\n\n".join(parts) + "\n"
+            parts.append(_italic(cost))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _italic(text: str) -> str:
+    return text and f"*{text}*"
 
 
 class _File(BaseModel):

@@ -34,6 +34,11 @@ def test_markdown_is_the_path(conversation):
     assert "first" not in text
 
 
+def test_an_impossible_date_is_left_out(conversation):
+    conversation.created = 1e300
+    assert export.to_markdown(conversation).partition("\n")[2].startswith("\n## System")
+
+
 def test_markdown_says_which_model_in_which_mode_and_when(conversation):
     conversation.mode, conversation.params = "speculative", {"budget": 128, "sink": None}
     conversation.ask("And this?")
