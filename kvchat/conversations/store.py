@@ -365,7 +365,10 @@ def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             db.execute(f"PRAGMA {pragma}")
         _migrate(db)
-        db.execute("DELETE FROM conversation WHERE deleted < ?", (time.time() - RESTORABLE_S,))
+        db.execute(
+            "DELETE FROM conversation WHERE deleted < ? OR id NOT IN (SELECT conversation FROM message)",
+            (time.time() - RESTORABLE_S,),
+        )
     except BaseException:
         db.close()
         raise

@@ -5,6 +5,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from support.full_disk import full_disk
@@ -312,6 +313,15 @@ def test_a_conversation_is_listed_from_its_first_question_on_until_that_is_withd
     theirs.answer("1", "eos")
     keep(other, theirs)
     assert said(store, mine) == ["one", "1"]
+
+
+def test_a_conversation_without_messages_is_not_listed_after_the_next_start(store, path):
+    saved(store, "Hello")
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM message")
+    assert [found.messages for found in store.recent()] == [0]
+    with closing(ConversationStore(path)) as opened:
+        assert opened.recent() == []
 
 
 def test_what_another_application_changed_stays_where_this_one_changed_something_else(store, other):
