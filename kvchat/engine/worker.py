@@ -295,7 +295,8 @@ class Server:
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
-            self._snapshot_at = self._clock()  # one that fails is not tried again at each token
+            # One that fails is tried again neither at each token nor before the next command.
+            self._snapshot_at, self._changes_alone = self._clock(), False
             is_due = self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0)
             details = self._session.details() if self._watches_details and is_due else None
             snapshot = self._session.snapshot()

@@ -97,6 +97,24 @@ def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
     assert (failed.title, failed.aside) == ("Memory ran out.", True)
 
 
+def test_an_idle_server_tries_a_snapshot_that_fails_once(child, session, monkeypatch):
+    tried, snapshot = [], replace(session.snapshot(), gpu=Gpu("H100"))
+
+    def fail():
+        tried.append(1)
+        if len(tried) > 1:
+            raise RuntimeError("NVML is gone.")
+        return snapshot
+
+    child.until(Snapshot)
+    monkeypatch.setattr(session, "snapshot", fail)
+    monkeypatch.setattr(worker, "IDLE_SNAPSHOT_S", 0.01)
+    child.send(Stop())
+    child.until(Failed)
+    time.sleep(0.2)
+    assert len(tried) == 2
+
+
 def test_snapshots_are_rare_while_generating_and_details_rarer_and_only_where_they_are_watched(clock):
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
