@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from contextlib import suppress
 from io import TextIOWrapper
 
 from kvchat.foreign_text import visible
+
+LINE_S = 10.0  # between two lines of progress in a file or a pipe
+_noted_at = time.monotonic()
 
 
 def replace_unknown_characters() -> None:
@@ -41,7 +45,14 @@ def report(text: str) -> None:
 
 
 def progress(stage: str) -> None:
-    """Show ``stage`` on stderr, cut to a line, in place of the previous one; an empty one ends. Only on a terminal."""
+    """Show ``stage`` on stderr, cut to a line, in place of the previous one; an empty one ends.
+
+    In a file or a pipe it is a line of its own, at most one every ``LINE_S``.
+    """
+    global _noted_at
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{visible(stage)[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
+    elif stage and time.monotonic() - _noted_at >= LINE_S:
+        _noted_at = time.monotonic()
+        note(stage)

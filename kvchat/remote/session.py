@@ -33,7 +33,8 @@ T = TypeVar("T")
 MODE = "server"  # in place of a mode's name
 POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 0.9, 1.0
 STALE_S, FIRST_S = 3.0, 0.3  # if the figures are older than the first, the second is waited for new ones
-CONNECT_S = 5.0  # an answer itself may take any time
+CONNECT_S = 5.0
+SILENCE_S = 600.0  # as the openai library: a long prompt may take minutes on a CPU, without a word
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
@@ -134,7 +135,7 @@ class RemoteSession:
             base_url=self._address.base,
             api_key=servers.key_of(self._address) or NO_KEY,
             http_client=http,
-            timeout=httpx2.Timeout(None, connect=CONNECT_S),
+            timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S),
             default_headers=dict.fromkeys(OF_OPENAI, openai.Omit()),  # type: ignore[arg-type]  # it takes them off
         )
         self._reader = MetricsReader(server.kind, self._address, http)
@@ -206,7 +207,8 @@ class RemoteSession:
     async def _read(self, arguments: dict[str, Any], frames: SimpleQueue[Any]) -> None:
         """Put the frames of an answer into ``frames``, then ``OVER`` or the error."""
         try:
-            stream = await self._openai.chat.completions.create(**arguments)
+            async with asyncio.timeout(SILENCE_S):  # else the library asks twice more after each silence
+                stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
                 async for frame in stream:
                     frames.put(frame)
@@ -336,6 +338,8 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
     match error:
         case openai.APIStatusError():
             return _refused(error, address, model)
+        case TimeoutError() | openai.APITimeoutError(__cause__=httpx2.ReadTimeout()):
+            return EngineError(f"{address.place} has sent nothing for {SILENCE_S / 60:.0f} minutes.", hint=AGAIN)
         case openai.APIConnectionError() if not has_begun:
             return servers.unreachable(address, error.__cause__ if isinstance(error.__cause__, Exception) else error)
         case openai.APIError() if error.body:

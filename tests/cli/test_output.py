@@ -14,7 +14,7 @@ from support.hostile import MARKUP, SEQUENCES, forbidden_in, hostile
 from support.message import lacks
 from support.pty_run import PtyRun
 
-from kvchat.cli import options
+from kvchat.cli import options, output
 from kvchat.cli.main import app
 from kvchat.cli.options import complete_device, complete_mode, complete_model, complete_param, complete_theme, one_of
 from kvchat.cli.output import note, progress
@@ -116,6 +116,15 @@ def test_a_stage_stays_in_its_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     progress("reading " * 20)
     assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) == 39
+
+
+def test_a_pipe_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
+    now = iter([100.0, 104.0, 115.0, 115.0])
+    monkeypatch.setattr(output, "_noted_at", 95.0)
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
+    for stage in ("one", "two", "", "three"):
+        progress(stage)
+    assert capsys.readouterr().err == "kvchat: three\n"
 
 
 # ---- What the shells complete, asked as the shells ask

@@ -12,6 +12,7 @@ from support.fake_server import BREAK, HELLO, HI, WAIT, asked, broken_off, delta
 from kvchat import thoughts
 from kvchat.errors import DoesNotFitError, EngineError, ModelError, UsageError
 from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn, Variant
+from kvchat.remote import session as remote
 from kvchat.remote.session import MODE
 
 CHUNK = {"object": "chat.completion.chunk", "id": "1", "created": 1, "model": "m"}
@@ -227,6 +228,16 @@ def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect):
     with closing(connect(server.url).answer(HI, Sampling())) as events:
         next(events)
     assert server.left.wait(5)
+
+
+@pytest.mark.parametrize("frames", [(WAIT,), (delta(content="Once"), WAIT)])
+def test_a_server_that_falls_silent_is_not_waited_for_without_end(serve, connect, monkeypatch, frames):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.5)
+    server = serve(frames=frames)
+    with pytest.raises(EngineError, match="nothing"):
+        asked(connect(server.url))
+    assert server.left.wait(5)
+    assert len(server.asked) == 1
 
 
 # ---- refusals, in the server's words

@@ -136,6 +136,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status != 200:
             self._reply(self.server.status, self.server.error)
             return
+        if self.server.frames[0] is WAIT:  # llama-server sends its headers with the first frame
+            self._wait()
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
