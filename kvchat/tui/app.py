@@ -194,9 +194,11 @@ class KvchatApp(App[None]):
     """
 
     TITLE = "kvchat"
-    # Textual fails at a list whose lines have no column.
+    # Textual cuts off toasts below the screen, the third on 80x24 if they are padded; it fails at a list whose lines
+    # have no column.
     CSS = """
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
+    Toast { padding: 0 1; }
     OptionList { min-width: 12; }
     CommandList { text-wrap: nowrap; text-overflow: ellipsis; }
     """

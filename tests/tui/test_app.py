@@ -9,18 +9,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
-from support.app_driver import ask, drawn, finished, opened, press, prompt, toasts, typed
+from support.app_driver import ask, drawn, finished, opened, press, prompt, toasts, typed, wait_for
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.message import lacks
 from support.patience import PATIENCE_S
 from textual import events
+from textual.app import App
 from textual.command import CommandInput, CommandList
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
+from textual.widgets._toast import Toast
 
 from kvchat.foreign_text import visible
 from kvchat.tui import terminal
+from kvchat.tui.app import KvchatApp
 from kvchat.tui.screens import chat
 from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen
@@ -220,6 +223,18 @@ def test_what_became_of_a_text_is_said():
     assert "/copy FILE" in describe("é" * TERMINALS_TAKE, None)
     refused = describe("abc", "no \x1b[c program")
     assert not lacks(refused, "no ␛[c program", "3 characters", "/copy FILE")
+
+
+async def test_three_toasts_fit_on_a_small_terminal():
+    class Bare(App[None]):
+        CSS = KvchatApp.CSS
+
+    app = Bare()
+    async with app.run_test(size=(80, 24), notifications=True):
+        for _ in range(3):
+            app.notify("word " * 30, title="Settings", timeout=PATIENCE_S)
+        await wait_for(lambda: [toast for toast in app.screen.query(Toast) if toast.region][2:])
+        assert all(toast.region.bottom <= 24 for toast in app.screen.query(Toast))
 
 
 async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pyperclip, tmp_path):
