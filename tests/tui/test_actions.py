@@ -81,7 +81,8 @@ def test_what_is_none(text):
 
 
 def test_commands_are_split_from_their_arguments():
-    assert parse_command("/MODE  streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
+    for space in ("  ", "\t", "\n"):
+        assert parse_command(f"/MODE{space}streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
     with pytest.raises(UsageError, match="/budget"):
         parse_command("/buget 5")
 

@@ -57,7 +57,7 @@ def test_an_escaped_mention_and_a_paste_are_literal():
     assert mentions.attach([Part("look: "), Part("@notes.txt \\@x", is_typed=False)], LIMIT) == (
         "look: @notes.txt \\@x"
     )
-    pasted = "@notes.txt @dataclass @pytest.mark.slow, @\"a fil.md\" @/no/such"
+    pasted = '@notes.txt @dataclass @pytest.mark.slow, @"a fil.md" @/no/such'
     assert attached(mentions.literal(pasted)) == pasted
 
 
