@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -11,7 +12,7 @@ from io import TextIOWrapper
 from kvchat.foreign_text import visible
 
 LINE_S = 10.0  # between two lines of progress in a file or a pipe
-_noted_at = time.monotonic()
+_since = math.inf  # the beginning of the work in progress, or its last line
 
 
 def replace_unknown_characters() -> None:
@@ -47,12 +48,16 @@ def report(text: str) -> None:
 def progress(stage: str) -> None:
     """Show ``stage`` on stderr, cut to a line, in place of the previous one; an empty one ends.
 
-    In a file or a pipe it is a line of its own, at most one every ``LINE_S``.
+    In a file or a pipe it is a line of its own, one every ``LINE_S`` of work.
     """
-    global _noted_at
+    global _since
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{visible(stage)[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
-    elif stage and time.monotonic() - _noted_at >= LINE_S:
-        _noted_at = time.monotonic()
+    elif not stage:
+        _since = math.inf
+    elif _since == math.inf:
+        _since = time.monotonic()
+    elif time.monotonic() - _since >= LINE_S:
+        _since = time.monotonic()
         note(stage)
