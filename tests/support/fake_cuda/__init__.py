@@ -19,7 +19,6 @@ import torch
 # After tests/conftest.py set TRITON_INTERPRET: these modules define kernels.
 from support.fake_cuda import attention, interpreted, runtime
 from support.fake_cuda.device import Everywhere, Numbered, gpu
-from torch.nn.attention import bias
 
 from kvchat.engine import runner
 from kvchat.kv import attention as dense_attention
@@ -29,6 +28,8 @@ from kvchat.kv.memory import pinned
 
 def install() -> None:
     """Replace torch's CUDA by the fake device for the rest of this process."""
+    from torch.nn.attention import bias  # imports torch's compiler
+
     _guard_device()
     for name, value in runtime.replaced().items():
         setattr(torch.cuda, name, value)
