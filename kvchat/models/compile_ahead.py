@@ -59,7 +59,8 @@ def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
         return
     if _current:
         _current.stop()
-    _current = Compiling(dtype, sorted(MODULES, key=lambda name: name not in first), first, folder / stamp)
+    stamps = {folder / f"kvchat-{_key(each)}" for each in (dtype, torch.float32)}  # loops for bfloat16 are for both
+    _current = Compiling(dtype, sorted(MODULES, key=lambda name: name not in first), first, stamps)
 
 
 def wait(progress: Progress, names: Collection[str]) -> None:
@@ -88,12 +89,12 @@ def is_running() -> bool:
 class Compiling:
     """Processes that compile the modules ``names`` for K/V of ``dtype``, those ``needed`` at full priority.
 
-    ``ended`` is set when the last process ends; the file ``stamp`` is created if all modules were compiled.
+    ``ended`` is set when the last process ends; the files ``stamps`` are created if all modules were compiled.
     """
 
-    def __init__(self, dtype: torch.dtype, names: Collection[str], needed: Collection[str], stamp: Path) -> None:
+    def __init__(self, dtype: torch.dtype, names: Collection[str], needed: Collection[str], stamps: set[Path]) -> None:
         self.dtype, self.ended = dtype, threading.Event()
-        self._left, self._needed, self._stamp = deque(names), needed, stamp
+        self._left, self._needed, self._stamps = deque(names), needed, stamps
         self._awaited = {name: threading.Event() for name in names}
         cpu_ops.awaited.update(self._awaited)
         self._imported: set[str] = set()
@@ -148,7 +149,8 @@ class Compiling:
             event.set()
         if self._imported == self._awaited.keys():
             with suppress(OSError):  # a full disk
-                self._stamp.touch()
+                for stamp in self._stamps:
+                    stamp.touch()
         self.ended.set()
 
 

@@ -204,7 +204,9 @@ def test_for_another_dtype_the_first_is_left_to_the_next_start(pretended, cache)
     before.ended.wait(PATIENCE_S)
     ahead.finish(silent)
     assert cpu_ops.awaited == {}
-    assert stamps(cache) == ["kvchat-torch.bfloat16"]
+    assert stamps(cache) == ["kvchat-torch.bfloat16", "kvchat-torch.float32"]
+    begin(torch.float32)
+    assert not ahead.is_running(), "they were compiled for it too"
 
 
 def test_a_wait_can_be_left_while_they_are_compiled(pretended, cache):
