@@ -6,7 +6,10 @@ from support.freeze_run import EARLY, ruled
 
 from kvchat.engine.session import Session
 from kvchat.models.load import load_model, wrap
+from kvchat.models.support import import_transformers
 from kvchat.protocol.messages import Load
+
+import_transformers()  # before tests import parts of it, with torch's compiler, sympy and torchao
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,10 @@ from support import tiny_models, tiny_multimodal
 from kvchat import libraries
 from kvchat.models import description
 from kvchat.models.load import load_model
+from kvchat.models.support import import_transformers
 from kvchat.protocol.messages import Load
+
+import_transformers()  # before tests import parts of it, with torch's compiler, sympy and torchao
 
 
 @pytest.fixture(scope="session")
