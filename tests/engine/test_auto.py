@@ -157,7 +157,8 @@ def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64
 
 
 def test_where_ram_gets_short_pages_are_rounded_and_stay_so(model, monkeypatch):
-    session = Session(model, Load(mode="auto", read_bytes_per_s=1e12))
+    slowest = {"auto": {"tokens_per_s": 0.1}}  # so that no busy machine is too slow for full mode
+    session = Session(model, Load(mode="auto", mode_params=slowest, read_bytes_per_s=1e12))
     token = session.info.kv_bytes_per_token
     limit = 3000 * token
     monkeypatch.setattr(available, "host_free", lambda: max(0, limit - session._kv.state.host.nbytes))
