@@ -52,7 +52,7 @@ from kvchat.kv.attention import AttentionSpec, Weights, attend, products
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
-from kvchat.kv.ops.selection import assign_slots
+from kvchat.kv.ops.selection import assign_slots, mask_of
 from kvchat.kv.state import KVState
 
 SINK = 4
@@ -279,9 +279,8 @@ class Sync(Mode):
         inside = (tokens < self.sink) | (tokens > last)
         if self.pins:
             inside |= self._is_pinned(tokens)
-        chosen = inside.repeat(len(held), 1).scatter_(1, held.clamp(min=0), True)
         end = last + self.window
-        table.copy_(torch.where(chosen & (tokens < end), tokens, EMPTY))
+        table.copy_(torch.where((inside | mask_of(held, rest.n)) & (tokens < end), tokens, EMPTY))
 
     # ---- what others read
 

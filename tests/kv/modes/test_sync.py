@@ -85,6 +85,12 @@ def test_without_offload_nothing_moves():
     assert ["100% of full" in "".join(run.kv.mode.report().badges) for run in runs] == [False, True]
 
 
+def test_without_offload_and_without_sinks_an_empty_place_opens_no_token():
+    """As published: what names no token must not stand for token 0, which no sink reads anyway."""
+    params = {"profile": "paper", "representatives": "retrieval", "offload": False}
+    Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, **params).begun(200, 12)
+
+
 @pytest.mark.parametrize(("stored", "warns"), [(600, False), (1400, True), (3000, False)])
 def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(stored, warns):
     """Of 600 tokens all are read; of 1,400 some are not, in more slots than full has; of 3,000 few are held."""
