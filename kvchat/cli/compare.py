@@ -34,14 +34,14 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of lines")] = False,
 ) -> None:
     """Answer one prompt in several modes or budgets, and compare. Shows where answers differ, and what each costs."""
-    from kvchat.tui.comparisons import completed, parse_variants, seeded
+    from kvchat.tui.comparisons import completed, parse_variants
 
     chosen = load_settings(options.flags(ctx.params)).settings
     named = completed(parse_variants(variants or ()), chosen.kv.mode)
     if out is not None:
         comparison.check(out)
     question = turns(None if prompt == "-" else prompt, file or (), chosen.model.system)
-    found, is_interrupted = compare(load_of(chosen), question, named, seeded(chosen.sampling.sampling()))
+    found, is_interrupted = compare(load_of(chosen), question, named, chosen.sampling.sampling().seeded())
     if as_json:
         write(comparison.to_json(found))
     else:

@@ -72,7 +72,7 @@ class Comparison:
         with explained(self._runner.kv, "comparing"):
             chosen = [self._token_by_token(variant) for variant in variants]
             loop = self._loop
-            sampling = loop.ending(turns, sampling)
+            sampling = loop.ending(turns, sampling.seeded())
             loop.sampler(sampling)  # refuses before anything is moved
             prompt = loop.encoder.encode(turns, loop.stored)
             self._switcher.check_context(len(prompt.ids))

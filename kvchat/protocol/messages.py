@@ -6,8 +6,9 @@ Commands go to the engine's stdin, events come from its stdout. Each ``Chat`` se
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,6 +24,7 @@ TEMPERATURE = 0.7  # for a model that recommends none
 MAX_VARIANTS = 8
 MAX_LOGPROBS = 20
 MAX_NEEDLE_TOKENS = 10_000_000
+SEEDS = 2**31
 # Edges between the bins of the recall histogram; the first bin is below the first edge.
 RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 Heads = tuple[tuple[Count, ...], ...]  # a number for each KV head of each layer
@@ -67,6 +69,10 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
+
+    def seeded(self) -> Sampling:
+        """This sampling with a seed, drawn if it has none, so that all variants have the same random numbers."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbelow(SEEDS))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Variants are written as ``streaming budget=256 sync``.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,6 @@ from kvchat.tui.state import ChatState, Phase, RunningComparison
 from kvchat.tui.view import ChatView
 from kvchat.units import figure, percent, size
 
-SEEDS = 2**31
 HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
 FOUND, MISSED, STOPPED, WAITING = "✓ found", "✗ missed", "stopped", "…"
 
@@ -43,7 +41,7 @@ class Comparisons:
         self.branches.require_ready()
         question = self.branches.chosen_question()
         chosen = completed(variants, self.state.mode)
-        conversation, sampling = self.state.conversation, seeded(self.state.sampling)
+        conversation, sampling = self.state.conversation, self.state.sampling.seeded()
         system = (messages.Turn("system", conversation.system),) if conversation.system else ()
         path = (message.turn for message in conversation.path_to(question.id))
         self.client.send(messages.Compare((*system, *path), chosen, sampling))
@@ -53,7 +51,7 @@ class Comparisons:
         """Ask every mode for a fact hidden in a text of about ``tokens`` tokens."""
         self.state.refuse_served()
         self.branches.require_ready()
-        sampling = seeded(messages.Sampling(temperature=0.0))
+        sampling = messages.Sampling(temperature=0.0).seeded()
         self.client.send(messages.HideNeedle(tokens, sampling.seed or 0))
         variants = tuple(map(messages.Variant, modes.mode_names()[: messages.MAX_VARIANTS]))
         stage = "writing a long text …"
@@ -136,11 +134,6 @@ def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages
     if len(set(map(label, chosen))) < len(chosen):
         raise UsageError("A mode is listed twice.", hint="Use another budget for one: sync sync budget=256")
     return chosen
-
-
-def seeded(sampling: messages.Sampling) -> messages.Sampling:
-    """The sampling with a seed, drawn if it has none, so that all variants have the same random numbers."""
-    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbelow(SEEDS))
 
 
 def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:

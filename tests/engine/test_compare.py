@@ -72,6 +72,11 @@ def test_modes_are_told_apart_and_the_same_mode_is_not(session):
     assert same(state_of(session), before)
 
 
+def test_variants_draw_with_one_seed_where_none_is_given(model):
+    *_, compared = Session(model).compare(STORY, (Variant("full"), Variant("full")), replace(SAMPLING, seed=None))
+    assert compared.runs[0].pieces == compared.runs[1].pieces
+
+
 def test_the_first_answer_is_that_of_the_mode_itself(session, model):
     *_, compared = session.compare(STORY, VARIANTS[:1], SAMPLING)
     *_, finished = Session(model).answer(STORY, SAMPLING)

@@ -38,7 +38,6 @@ from kvchat.tui.comparisons import (
     completed,
     needle_rows,
     parse_variants,
-    seeded,
     verdict,
 )
 from kvchat.tui.screens.compare import MARK, CompareScreen, NeedleScreen, answer_text, needle_table
@@ -179,11 +178,6 @@ def test_at_least_two_different_variants():
     for wrong in ([sync, sync], [Variant("frezee")], [sync, Variant("full", {"budget": 99})]):
         with pytest.raises(UsageError):
             completed(wrong, "full")
-
-
-def test_a_seed_is_drawn_where_none_is_given():
-    assert seeded(Sampling(seed=3)) == Sampling(seed=3)
-    assert seeded(Sampling()).seed is not None
 
 
 # ---- A comparison while it is made: what it says is being done, and when it is over
