@@ -98,7 +98,8 @@ class PromptEncoder:
         # The token for unknown characters is not a control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
-        self.notes = (*notes, *self._changes())
+        self.ignored = self._ignored(variables)
+        self.notes = tuple(filter(None, (*notes, *self._changes(), self.ignored)))
         if tools := variables.get(TOOLS):
             self._template = ChatTemplate(tokenizer, {**variables, TOOLS: self._escaped(tools)})
         self.marks_of_calls = self._marks_of_calls() if tools else frozenset[str]()
@@ -477,6 +478,12 @@ class PromptEncoder:
             why = "Questions come out empty, so the model has nothing to answer."
             raise ModelError("The model's chat template renders nothing.", why, OTHER_TEMPLATE)
         return ("The model's chat template drops user messages: answers do not depend on the questions.",)
+
+    def _ignored(self, variables: Mapping[str, Any]) -> str:
+        """A sentence about those of ``variables`` that the template does not read, empty if there are none."""
+        unknown = [name for name in variables if name not in (TOOLS, *self.variables)]
+        reads = ", ".join(self.variables) or "none"
+        return f"The template ignores {', '.join(unknown)}; it reads {reads}." if unknown else ""
 
     # ---- ids ------------------------------------------------------------------------------------
 

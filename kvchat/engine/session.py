@@ -456,11 +456,8 @@ class Session(Released):
         """
         with self._loop.lock:
             self._loop.set_template_args(args)
-            known = self._loop.encoder.variables
-        unknown = [name for name in (text.partition("=")[0] for text in args) if name not in known]
-        given = ", ".join(args) or "none"
-        told = f" The template ignores {', '.join(unknown)}; it reads {', '.join(known) or 'none'}." if unknown else ""
-        return f"Template variables from the next question on: {given}.{told}"
+            ignored = self._loop.encoder.ignored
+        return f"Template variables from the next question on: {', '.join(args) or 'none'}. {ignored}".rstrip()
 
     # ---- the current state; each call computes it
 

@@ -502,6 +502,11 @@ def test_a_template_that_only_adds_to_a_conversation_needs_no_note(tokenizer, te
     assert with_template(tokenizer, template).notes == ()
 
 
+def test_variables_that_the_template_does_not_read_are_told(tokenizer):
+    (note,) = PromptEncoder(tokenizer, {"tools": [], "enable_thinking": False}).notes
+    assert "enable_thinking" in note
+
+
 def test_a_pinned_answer_that_goes_on_ends_with_the_conversation(tokenizer, encoder):
     turns = [user("Count."), assistant("One, two", True)]
     ids = encoder.encode(turns, Stored()).ids
