@@ -94,12 +94,14 @@ def offer(before: str, entries: Entries) -> Offer | None:
     if begun is None:
         return None
     typed = begun[1] if begun[1] is not None else begun[2]
-    found = []
+    found, is_whole = [], False  # whole: it names a file already, and Enter sends it
     for path, label, doc, _ in matching(typed, entries):  # a file ends its mention with a space, a folder does not
         text = mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
-        if text.rstrip() != begun[0]:
+        if text.rstrip() == begun[0]:
+            is_whole = True
+        else:
             found.append(Suggestion(text, label, doc))
-    return Offer(begun[0], tuple(found), takes_by_enter=True)
+    return Offer(begun[0], tuple(found), takes_by_enter=not is_whole)
 
 
 def matching(typed: str, entries: Entries) -> list[Suggestion]:
