@@ -86,7 +86,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """The nearest known word, if there is one, and a list of all; with a nearest word of up to ``MANY``."""
     words = sorted(known)
-    near, listed = nearest(str(given), words), f"Known: {', '.join(words)}."
+    near, listed = nearest(str(given), words), f"Known: {', '.join(words) or 'none'}."
     if not near:
         return listed
     return f'Did you mean "{near}"?' + (f" {listed}" if len(words) <= MANY else "")

@@ -28,6 +28,7 @@ def test_the_parts_are_joined_without_gaps():
 def test_the_nearest_word_is_suggested_and_all_are_named():
     assert did_you_mean("frezee", ["full", "freeze"]) == 'Did you mean "freeze"? Known: freeze, full.'
     assert did_you_mean("xyz", ["full", "freeze"]) == "Known: freeze, full."
+    assert did_you_mean("xyz", []) == "Known: none."
     assert did_you_mean("spec", ["sync", "speculative"]).startswith('Did you mean "speculative"?')
     assert did_you_mean("light", ["kvchat-dark", "kvchat-light"]).startswith('Did you mean "kvchat-light"?')
     assert did_you_mean("fulll", ["full", *map(str, range(30))]) == 'Did you mean "full"?', "not a screen of words"

@@ -179,7 +179,8 @@ def _of_ollama(name: str) -> ModelLocation:
     file = catalog.ollama_file(name)
     if file is None:
         names = [model for model, _ in catalog.ollama()]
-        raise ModelError(f"Ollama has no model {name.removeprefix(catalog.OLLAMA)}.", did_you_mean(name, names))
+        own = name.removeprefix(catalog.OLLAMA)
+        raise ModelError(f"Ollama has no model {own}.", did_you_mean(name, names), f"Download it: ollama pull {own}")
     return ModelLocation(name, file.parent, gguf=file.name)
 
 
