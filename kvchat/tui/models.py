@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from kvchat import libraries, process
@@ -62,6 +63,7 @@ class Models:
 
     def __post_init__(self) -> None:
         self.in_use = self._base = self.config.load
+        self._used = {self.in_use.model}  # in this session, some of them outside the folders that are searched
         self._asked: Load | None = None
         self._keeps_old = False
         self._stops = 0
@@ -77,9 +79,14 @@ class Models:
     async def show_all(self, looks_around: bool = False) -> None:
         """Show the models of this machine and of the servers in the settings and in use; see ``of_servers``."""
 
+        def on_this_machine() -> list[FoundModel]:
+            found = catalog.find(self.config.model_folders)
+            missing = self._used - {model.name for model in found}
+            return found + [model for name in sorted(missing) if (model := catalog.at(Path(name)))]
+
         async def find() -> list[FoundModel]:
             served = of_servers(dict.fromkeys((*self.config.servers, *in_use)), looks_around)
-            here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.config.model_folders), served)
+            here, there = await asyncio.gather(asyncio.to_thread(on_this_machine), served)
             return here + there
 
         in_use = [self.in_use.model] if is_server(self.in_use.model) else []
@@ -113,6 +120,7 @@ class Models:
             self.state.forget_engine()
             self.view.show_snapshot(None)
         self.in_use = asked
+        self._used.add(asked.model)
         return True
 
     def failed(self, is_fatal: bool) -> bool:

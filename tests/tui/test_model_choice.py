@@ -10,6 +10,7 @@ import pytest
 from support.app_driver import wait_for
 from support.message import lacks
 
+from kvchat import paths
 from kvchat.errors import EngineError, UsageError
 from kvchat.models import catalog
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
@@ -48,6 +49,22 @@ async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_convers
     await chat.controller.restart()
     await chat.engine_ended()
     assert chat.client.sent[-1].model == "./other"
+
+
+async def test_a_folder_that_was_used_is_listed(chat, here, monkeypatch):
+    folder, listed = str(paths.bundled_model_dir()), []
+
+    async def show_models(find):
+        listed.extend(await find())
+
+    monkeypatch.setattr(chat.view, "show_models", show_models)
+    monkeypatch.setattr(catalog, "find", lambda folders: [])
+    await chat.load()
+    for name in (folder, "bundled"):
+        await choose(chat, name)
+        await chat.load(model=name)
+    await chat.controller.models.show_all()
+    assert [model.name for model in listed] == [folder]
 
 
 async def test_every_setting_of_a_model_is_an_option(chat, here):

@@ -27,7 +27,7 @@ DOTS = {
     Phase.PREFILL: ("◔", "$accent", "reading"),
     Phase.ANSWERING: ("◉", "$primary", "answering"),
     Phase.COMPARING: ("◈", "$primary", "comparing"),
-    Phase.DOWN: ("✖", "$error", "down"),
+    Phase.DOWN: ("○", "$warning", "no model"),
 }
 STATUS = {
     "tok/s": "tokens generated per second, over the last 32 of this answer; the bars are the last readings",
