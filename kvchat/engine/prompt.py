@@ -65,6 +65,16 @@ class Prompt(NamedTuple):
     text: str
 
 
+class Anchor(NamedTuple):
+    """A text before another one that is tokenized, and its ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+START = Anchor("", ())  # the other one is the beginning
+
+
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
@@ -81,7 +91,8 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
         self._escaper = Escaper(tokenizer, control)  # enough for trying the template
-        self._takes_spaces = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
+        # What tokenizers do behind an added token may differ: Phi-3's takes the white space, Llama 2's adds a space.
+        self._behind = {id: Anchor(token.content, (id,)) for id, token in tokenizer.added_tokens_decoder.items()}
         names = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
@@ -132,10 +143,8 @@ class PromptEncoder:
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """The ids of a rendered text; those of ``stored`` up to the last mark that matches."""
         kept, chars = stored.matched_prefix(text)
-        rest = text[chars:]
-        if kept and stored.ids[kept - 1] in self._takes_spaces:
-            rest = rest.lstrip()
-        return stored.ids[:kept] + self._rest(rest, anchored=chars > 0)
+        anchor = self._behind.get(stored.ids[kept - 1], self._anchor) if kept else START
+        return stored.ids[:kept] + self._rest(text[chars:], anchor)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
         """The positions of the pinned turns' tokens, with the template's tokens around them; ascending.
@@ -162,7 +171,7 @@ class PromptEncoder:
         """
         before = len(self.ids_of(text[:chars], stored))
         ids, end = stored.matched_prefix_from(text, chars) or (before, chars)
-        return before, ids - len(self._rest(text[chars:end], anchored=True))
+        return before, ids - len(self._rest(text[chars:end], self._anchor))
 
     def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
         """The pinned turns' spans in ``text``, ascending: from the end of the turn before to the beginning of the next.
@@ -188,9 +197,7 @@ class PromptEncoder:
             return 0
         began = self._began_at(turns).timestamp()
         # The common prefix of two conversations with this system prompt, which includes the template's own tokens.
-        one, other = (
-            self._tokenize(self.render((turns[0], Turn("user", text, at=began))), anchored=False) for text in "0A"
-        )
+        one, other = (self._tokenize(self.render((turns[0], Turn("user", text, at=began))), START) for text in "0A")
         return common_prefix(one, other)
 
     def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
@@ -275,7 +282,7 @@ class PromptEncoder:
         )
 
     def _controls(self, text: str) -> list[int]:
-        return [token for token in self._tokenize(text, anchored=False) if token in self._control]
+        return [token for token in self._tokenize(text, START) if token in self._control]
 
     def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
         """The template's text, with ``write`` applied to each turn's text."""
@@ -474,7 +481,7 @@ class PromptEncoder:
             raise ModelError(
                 "The model's chat template refuses every conversation.", error.detail, OTHER_TEMPLATE
             ) from error
-        if not self._tokenize(text, anchored=False):
+        if not self._tokenize(text, START):
             why = "Questions come out empty, so the model has nothing to answer."
             raise ModelError("The model's chat template renders nothing.", why, OTHER_TEMPLATE)
         return ("The model's chat template drops user messages: answers do not depend on the questions.",)
@@ -487,26 +494,21 @@ class PromptEncoder:
 
     # ---- ids ------------------------------------------------------------------------------------
 
-    def _tokenize(self, text: str, anchored: bool) -> list[int]:
+    def _tokenize(self, text: str, anchor: Anchor) -> list[int]:
         ids: list[int] = []
         for part in text.split(ESCAPE):
-            ids += self._tokenize_part(part, anchored)
-            anchored = True
+            ids += self._tokenize_part(part, anchor)
+            anchor = self._anchor
         return ids
 
-    def _tokenize_part(self, text: str, anchored: bool) -> list[int]:
-        """The ids of a text, which continues other text if it is ``anchored``.
-
-        Tokenizers with word-start marks (SentencePiece) put one at the very beginning, but not after a control token;
-        so anchored text is tokenized after one.
-        """
+    def _tokenize_part(self, text: str, anchor: Anchor) -> list[int]:
+        """The ids of a text, as the tokenizer has them after ``anchor``."""
         if not text:
             return []
-        anchor, before = self._anchor if anchored else ("", [])
-        ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
-        if ids[: len(before)] != before:  # the beginning of the text was merged with the anchor
-            return self._tokenize_part(text, anchored=False)
-        return ids[len(before) :]
+        ids: list[int] = self._tokenizer.encode(anchor.text + text, add_special_tokens=False, verbose=False)
+        if tuple(ids[: len(anchor.ids)]) != anchor.ids:  # the beginning of the text was merged with the anchor
+            return self._tokenize_part(text, START if anchor is self._anchor else self._anchor)
+        return ids[len(anchor.ids) :]
 
 
 def is_text(turns: Sequence[Turn]) -> bool:
@@ -530,14 +532,19 @@ def _conversation(questions: int, system: bool) -> list[Turn]:
     return [SYSTEM, *turns] if system else turns
 
 
-def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """A control token after which text is tokenized as it is, and its id; empty if there is none."""
-    candidates = ((i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    for token_id, token in candidates:
-        ids = tokenizer.encode(f"{token.content} a", add_special_tokens=False)
-        if ids[:1] == [token_id] and not token.rstrip:
-            return str(token.content), [token_id]
-    return "", []
+def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> Anchor:
+    """What text is tokenized after as if it continued other text; the beginning if nothing will do.
+
+    Tokenizers with word-start marks (SentencePiece) put one at the very beginning, but not after a control token. Some,
+    as Llama 2's, put one there too, but not after a line end.
+    """
+    letter = tokenizer.convert_tokens_to_ids("a")
+    for id, token in tokenizer.added_tokens_decoder.items():
+        for text in (token.content, f"{token.content}\n") if token.special and not token.rstrip else ():
+            ids = tokenizer.encode(f"{text}a", add_special_tokens=False)
+            if ids[:1] == [id] and ids[1:][-1:] == [letter]:
+                return Anchor(text, tuple(ids[:-1]))
+    return START
 
 
 def _check(turns: Sequence[Turn]) -> None:

@@ -2,7 +2,7 @@ from datetime import datetime
 
 import pytest
 from support.byte_tokenizer import byte_level
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat import paths, thoughts
@@ -273,21 +273,29 @@ def test_without_a_template_the_form_is_plain_and_reuses_too(tokenizer):
     assert encoder.render([user("a"), assistant("b"), user("c")]) == "User: a\nAssistant: b\nUser: c\nAssistant:"
 
 
-def test_text_that_goes_on_gets_no_word_start_mark():
-    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{character: i for i, character in enumerate("▁abcdefs</>", 3)}}
+@pytest.mark.parametrize("prepends", [False, True])
+def test_text_that_goes_on_gets_no_word_start_mark(prepends):
+    """Llama 2's tokenizer puts one behind control tokens."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{character: i for i, character in enumerate("▁abcdefs</>\n", 3)}}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = None if prepends else pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.normalizer = normalizers.Prepend("▁") if prepends else None
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     template = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     encoder, stored = with_template(tokenizer, template), Stored()
     prompt = encoder.encode([user("a</s>b")], stored)
-    assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", "a", "<", "/", "s", ">", "b", "</s>"]
+    mark = ["▁"] * prepends
+    assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", *mark, *"a</s>b", "</s>"]
     stored.extend(prompt.ids)
     stored.mark_text(prompt.text)
     prompt = encoder.encode([user("a</s>b"), assistant("cd")], stored)
-    assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == ["c", "d"]
+    assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == [*mark, "c", "d"]
+    stored.extend(prompt.ids[prompt.reused :])
+    stored.mark_text(prompt.text)
+    prompt = encoder.encode([user("a</s>b"), assistant("cdab")], stored)
+    assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("turns", [[], [user("")], [user(" \n")], [Turn("system", "x")], [user("Hi"), user("")]])
