@@ -107,6 +107,7 @@ class PlainChat:
         await self.chat.start()
         tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._left.wait()), *background]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        reader.release()  # what is typed from now on is the shell's
         for task in tasks:
             task.cancel()  # first, so that nothing is printed that is not saved
         await self.chat.close()

@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -537,6 +538,17 @@ async def test_lines_typed_while_a_command_runs_are_no_paste():
         if line.endswith("two"):
             break
     assert read == [("/models", False), ("one", False), ("two", False)]
+    os.close(keyboard)
+    os.close(terminal)
+
+
+async def test_what_is_typed_after_quit_is_left_to_the_shell(config):
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, b"/quit\n")
+    await Session(config, is_typed=True).plain.run(LineReader(terminal))
+    os.write(keyboard, b"ls\n")
+    await asyncio.sleep(3 * AT_ONCE_S)
+    assert select.select([terminal], [], [], 0)[0]
     os.close(keyboard)
     os.close(terminal)
 
