@@ -400,7 +400,12 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
             # A class that a repository names may build its own steps instead of the file's: SmolLM2's is GPT2Tokenizer,
             # which splits spaces before digits in another way. Seen in transformers 5.24.
             kind = PreTrainedTokenizerFast if (checkpoint.folder / "tokenizer.json").is_file() else AutoTokenizer
-            tokenizer = kind.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+            options = {"local_files_only": True, "trust_remote_code": False}
+            tokenizer = kind.from_pretrained(checkpoint.folder, **options)
+            if tokenizer.eos_token is None:  # some, such as GPT-2's, leave the names of special tokens to the class
+                named = AutoTokenizer.from_pretrained(checkpoint.folder, **options).special_tokens_map
+                known = {name: token for name, token in named.items() if token in tokenizer.get_vocab()}
+                tokenizer = kind.from_pretrained(checkpoint.folder, **options, **known)
     except KvchatError:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file

@@ -13,6 +13,7 @@ from support import tiny_models, tiny_multimodal
 from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
 from support.progress import silent
+from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 from kvchat import paths
@@ -131,6 +132,16 @@ def test_a_text_is_split_as_the_tokenizers_file_says_whatever_class_is_named(fol
     tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
     assert tokenizer.decode(tokenizer.encode("a whale")) == "a whale"
     assert len(tokenizer.encode("a whale", add_special_tokens=False)) == len("a whale")
+
+
+def test_special_tokens_that_only_the_class_names_are_kept(folder):
+    """As in GPT-2's repository, whose tokenizer_config.json has nothing but a length."""
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.add_special_tokens(["<|endoftext|>"])
+    stored.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
+    assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
 
 
 def test_the_revision_follows_the_files(folder):
