@@ -538,11 +538,10 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> Anchor:
     Tokenizers with word-start marks (SentencePiece) put one at the very beginning, but not after a control token. Some,
     as Llama 2's, put one there too, but not after a line end.
     """
-    letter = tokenizer.convert_tokens_to_ids("a")
     for id, token in tokenizer.added_tokens_decoder.items():
         for text in (token.content, f"{token.content}\n") if token.special and not token.rstrip else ():
             ids = tokenizer.encode(f"{text}a", add_special_tokens=False)
-            if ids[:1] == [id] and ids[1:][-1:] == [letter]:
+            if ids[:1] == [id] and ids[1:][-1:] == [tokenizer.convert_tokens_to_ids("a")]:
                 return Anchor(text, tuple(ids[:-1]))
     return START
 
