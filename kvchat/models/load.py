@@ -389,23 +389,12 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer, and notes for the user."""
-    from transformers.models.auto.tokenization_auto import AutoTokenizer
-    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
     try:
         with explained_panics():
             if checkpoint.gguf:
                 built = tokenizers.build(described.gguf, checkpoint.name)
                 return guarded(built.tokenizer), built.notes
-            # A class that a repository names may build its own steps instead of the file's: SmolLM2's is GPT2Tokenizer,
-            # which splits spaces before digits in another way. Seen in transformers 5.24.
-            kind = PreTrainedTokenizerFast if (checkpoint.folder / "tokenizer.json").is_file() else AutoTokenizer
-            options = {"local_files_only": True, "trust_remote_code": False}
-            tokenizer = kind.from_pretrained(checkpoint.folder, **options)
-            if tokenizer.eos_token is None:  # some, such as GPT-2's, leave the names of special tokens to the class
-                named = AutoTokenizer.from_pretrained(checkpoint.folder, **options).special_tokens_map
-                known = {name: token for name, token in named.items() if token in tokenizer.get_vocab()}
-                tokenizer = kind.from_pretrained(checkpoint.folder, **options, **known)
+            tokenizer = _of_folder(checkpoint.folder)
     except KvchatError:
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
@@ -414,6 +403,27 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
     return guarded(tokenizer), ()
+
+
+def _of_folder(folder: Path) -> Any:
+    """The tokenizer that a folder's ``tokenizer.json`` describes, else the one of the class that it names.
+
+    A class may build its own steps instead of the file's: SmolLM2's is GPT2Tokenizer, which splits spaces before digits
+    in another way. Seen in transformers 5.24.
+    """
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    options = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = kind.from_pretrained(folder, **options)
+    if kind is AutoTokenizer or tokenizer.eos_token is not None:
+        return tokenizer
+    # Some, such as GPT-2's, leave the names of special tokens to the class.
+    named = AutoTokenizer.from_pretrained(folder, **options).special_tokens_map
+    vocabulary = tokenizer.get_vocab()
+    known = {name: token for name, token in named.items() if token in vocabulary}
+    return kind.from_pretrained(folder, **options, **known)
 
 
 def _own_template(file: str) -> str:

@@ -404,8 +404,9 @@ def parse_command(line: str) -> tuple[Action, str]:
     Raises:
         UsageError: as ``find_command``, or the command accepts no argument, or needs one.
     """
-    name, argument, *_ = *re.split(r"\s+", line.removeprefix("/"), maxsplit=1), ""
-    action, argument = find_command(name.lower()), argument.strip()
+    text = line.removeprefix("/")
+    name = re.split(r"\s", text, maxsplit=1)[0]
+    action, argument = find_command(name.lower()), text[len(name) :].strip()
     if argument and not action.usage:
         line = f"/{action.command}"
         raise UsageError(f'{line} "{argument}" is not valid.', "It accepts no argument.", f"Use {line} alone.")

@@ -78,7 +78,7 @@ def attach(parts: Iterable[Part], limit: int) -> str:
 
 def literal(text: str) -> str:
     """A text as it must be typed to be sent as it is: ``\\@`` in place of ``@`` where that would mean a file."""
-    mentions = {found[0]: found for found in MENTION.finditer(text)}
+    mentions = {found[0]: found for found in MENTION.finditer(text)}  # each looks into a folder, a paste may have many
     meant = {written for written, found in mentions.items() if not found[1] and _is_meant(found)}
     return MENTION.sub(lambda found: "\\" * (found[0] in meant) + found[0], text)
 

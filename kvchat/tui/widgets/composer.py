@@ -29,7 +29,7 @@ from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, Action, bindings, fin
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
-from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion, literal
+from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
 from kvchat.units import count, size
 
 COUNT_S = 0.2  # from a change to counting the tokens
@@ -223,7 +223,7 @@ class Prompt(TextArea):
 
     def remember(self, sent: Sent) -> None:
         """Add the sent text to the history, as it would be typed."""
-        text = "".join(part.text if part.is_typed else literal(part.text) for part in sent.parts)
+        text = "".join(part.text if part.is_typed else mentions.literal(part.text) for part in sent.parts)
         try:
             if text.strip():
                 self.prompts.add(text)
