@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine import escaping
 from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, Placeholders, found_edges, mask
-from kvchat.engine.template import TOOLS, ChatTemplate, LimitExceededError
+from kvchat.engine.template import TOOLS, ChatTemplate
 from kvchat.errors import ModelError, UsageError, check_known
 from kvchat.foreign_text import visible
 from kvchat.kv.memory.page_file import Link
@@ -292,12 +292,6 @@ class PromptEncoder:
         ]
         try:
             return self._template.render(messages, self._began_at(turns)).replace(GUARD, "")
-        except LimitExceededError as error:
-            raise UsageError(
-                "The model's chat template was stopped: it uses too much.",
-                f"{error}.",
-                "Choose another model.",
-            ) from error
         except Exception as error:  # templates are foreign programs and raise anything
             raise UsageError(
                 "The model's chat template refuses this conversation.",
@@ -430,9 +424,7 @@ class PromptEncoder:
             return True
         try:
             return PROBE in self._apply_template(turns)
-        except UsageError as error:
-            if isinstance(error.__cause__, LimitExceededError):
-                raise  # it would for any conversation
+        except UsageError:
             return False
 
     def _begins_with_system(self) -> bool:

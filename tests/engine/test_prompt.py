@@ -309,11 +309,6 @@ def test_an_unknown_role_is_refused_with_the_nearest(encoder):
         encoder.encode([Turn("usr", "Hi")], Stored())
 
 
-def test_a_template_that_makes_too_much_ends_the_first_try(tokenizer):
-    with pytest.raises(UsageError, match="template was stopped"):
-        with_template(tokenizer, "{{ 'x' * 10 ** 15 }}")
-
-
 NOTHING = ("{{ '' }}", "{# nothing #}", "{% for m in messages %}{% endfor %}")
 
 

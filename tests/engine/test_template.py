@@ -1,22 +1,13 @@
 """Templates of others come out as transformers renders them."""
 
-import itertools
-import subprocess
-import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import datetime
 
 import pytest
 from jinja2.exceptions import SecurityError
-from support.patience import PATIENCE_S
 from transformers import AutoTokenizer
 
 from kvchat import paths
-from kvchat.engine import template
-from kvchat.engine.template import ChatTemplate, LimitExceededError, limited
+from kvchat.engine.template import ChatTemplate
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import parse_args
 
@@ -119,88 +110,8 @@ def test_variables_are_json_or_text():
             parse_args([wrong])
 
 
-def forever() -> int:
-    return sum(1 for _ in itertools.count() if _ < 0)
-
-
-def hoard() -> list[bytearray]:
-    return [bytearray(b"x" * 2**20) for _ in itertools.count()]
-
-
-def test_work_within_its_limits_gives_its_result_and_its_errors():
-    assert limited(lambda: 7, 5, 2**30) == 7
-    with pytest.raises(ZeroDivisionError):
-        limited(lambda: 1 // 0, 5, 2**30)
-
-
-def stubborn() -> int:
-    while True:
-        with suppress(Exception):  # as jinja does where it computes constants
-            forever()
-
-
-def test_work_without_end_or_that_hoards_is_stopped_in_any_thread():
-    began = time.monotonic()
-    for work, seconds, told in ((forever, 0.2, "200 ms"), (stubborn, 0.2, "200 ms"), (hoard, 60, "100 MiB")):
-        with pytest.raises(LimitExceededError, match=f"more than {told}"):
-            limited(work, seconds, 100 * 2**20)
-        with ThreadPoolExecutor(1) as pool:
-            assert isinstance(pool.submit(limited, work, seconds, 100 * 2**20).exception(), LimitExceededError)
-    assert time.monotonic() - began < PATIENCE_S
-
-
-def test_nothing_is_left_that_stops_something_else():
-    before = set(threading.enumerate())
-    for seconds in (0.0, 0.02, 0.021, 0.04):
-        for _ in range(5):
-            try:
-                limited(lambda: time.sleep(0.02), seconds, 2**30)
-            except LimitExceededError:
-                continue
-    assert sum(range(10**6)) == 499999500000
-    assert set(threading.enumerate()) <= before
-
-
-TRACED = """
-import sys
-from kvchat.engine.template import LimitExceededError, limited
-for seconds in (5, 0):
-    try:
-        limited(lambda: sum(range(10**6)), seconds, 2**30)
-    except LimitExceededError:
-        pass
-    sys.settrace(lambda *_: None)
-    list(number for number in range(3))
-    sys.settrace(None)
-"""
-
-
-def test_afterwards_a_debugger_can_step_through_a_generator():
-    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=PATIENCE_S)
-
-
-# ---- Templates that would take all memory or all time are stopped, and none reaches out of transformers' sandbox
-
-
-HOSTILE = {
-    "more than there is": "{{ 'x' * 10 ** 15 }}",
-    "doubling": "{% set s = namespace(x='x') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x }}",
-    "200 MB": "{% for i in range(99999) %}{{ 'x' * 2000 }}{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}" * 3 + "{% set x = i %}" + "{% endfor %}" * 3,
-    "recursion that doubles": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n else 'x' }}{% endmacro %}{{ f(60) }}",
-}
 REACHING_OUT = ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ strftime_now.__self__.year }}"]
 ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped(tokenizer, name, monkeypatch):
-    monkeypatch.setattr(template, "SECONDS", 0.3)
-    tokenizer.chat_template = HOSTILE[name]
-    began = time.process_time()
-    with pytest.raises(LimitExceededError):
-        ChatTemplate(tokenizer).render(ASKED, datetime.now())
-    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("reaches", REACHING_OUT)
