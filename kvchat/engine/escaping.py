@@ -6,12 +6,9 @@ A conversation rendered with placeholders for what messages say has no control t
 from __future__ import annotations
 
 import re
-import sys
-import unicodedata
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,13 +36,11 @@ class Escaper:
         self._tokenizer = tokenizer
         self._control = control
         self._mark = MARK if control.isdisjoint(tokenizer(MARK, add_special_tokens=False).input_ids) else ""
-        self._eats_end = _eats_end(token for i, token in tokenizer.added_tokens_decoder.items() if i in control)
-        self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
+        self._escape = lru_cache(KEPT_CONTENTS)(self._as_text)
 
     def escape(self, text: str) -> str:
         """``text`` with ``ESCAPE`` in it, and ``MARK`` for a single character that is spelled like a token."""
-        apart = self._eats_end.split(text) if self._eats_end else [text]
-        return ESCAPE.join(map(self._escaped, apart))
+        return self._escape(text)
 
     def _as_text(self, text: str) -> str:
         encoded = self._tokenizer(
@@ -61,7 +56,7 @@ class Escaper:
             alone = middle == start  # what is one character long cannot be written in another way
             parts += [text[end:start], *([self._mark] if alone else [text[start:middle], text[middle:stop]])]
             end = stop
-        return ESCAPE.join(part if part == MARK else self._escaped(part) for part in [*parts, text[end:]] if part)
+        return ESCAPE.join(part if part == MARK else self._escape(part) for part in [*parts, text[end:]] if part)
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -82,23 +77,6 @@ def unknown(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The id of unknown characters, if that is all it is for; some tokenizers have none, and name the end's."""
     ids = {tokenizer.unk_token_id} & {*tokenizer(RARE, add_special_tokens=False).input_ids}
     return frozenset(ids - {tokenizer.bos_token_id, tokenizer.eos_token_id})
-
-
-def _eats_end(tokens: Iterable[Any]) -> re.Pattern[str] | None:
-    """Before the marks that become one character with the end of a token that is looked for in normalized text.
-
-    U+0338 makes ``≯`` of the ``>`` before it, and the token is gone. None where there is no such token.
-    """
-    ends = {unicodedata.normalize("NFKC", token.content)[-1] for token in tokens if token.normalized}
-    if not ends:
-        return None
-    found = [mark for mark in _combining() for end in ends if len(unicodedata.normalize("NFC", end + mark)) == 1]
-    return re.compile(f"(?=[{''.join(found)}])") if found else None
-
-
-@lru_cache(1)
-def _combining() -> tuple[str, ...]:
-    return tuple(filter(unicodedata.combining, map(chr, range(sys.maxunicode + 1))))
 
 
 class Placeholders:
