@@ -76,7 +76,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"
     head = experiment("draft", what, asdict(settings) | choice.settings(), found, model)
     quoted = model.tokenizer.decode(passages((), PASSAGE, model.tokenizer)[-1].ids, skip_special_tokens=True)
-    session = Session(replace(model, eos_ids=frozenset()), choice.asked)
+    session = Session(replace(model, eos_ids=frozenset()), choice)
     session._loop.encoder.turn_end = frozenset()
     cells: list[Cell] = [
         {"context": context, "task": task, "temperature": temperature}

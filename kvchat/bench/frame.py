@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from kvchat import files, units
 from kvchat.config.modes import BudgetParameters, ModeParameters, parse, registered
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import HostDtype, Load
+from kvchat.protocol.messages import Load
 
 if TYPE_CHECKING:
     from kvchat.models.load import LoadedModel
@@ -209,14 +209,10 @@ def _has_budget(mode: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ModelChoice:
+class ModelChoice(Load):
     """Model, device, dtype, quantization and host dtype, as on the command line."""
 
-    model: str = "bundled"
-    device: str = "auto"
-    dtype: str = "auto"
     quantize: str = "none"
-    host_dtype: HostDtype = "model"
 
     def load(self, progress: Report) -> LoadedModel:
         """Load the weights; ``progress`` is called with each stage, and with an empty text at the end."""
@@ -224,7 +220,7 @@ class ModelChoice:
         from kvchat.models.load import load_model
 
         try:
-            loaded = load_model(self.asked, progress)
+            loaded = load_model(self, progress)
             compile_ahead.finish(progress)
         finally:
             progress("")
@@ -233,10 +229,6 @@ class ModelChoice:
     def settings(self) -> dict[str, str]:
         """The settings that a result's ``model`` does not include."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
-
-    @property
-    def asked(self) -> Load:
-        return Load(**{each.name: getattr(self, each.name) for each in fields(ModelChoice)})
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -49,7 +49,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
         raise UsageError(f"{settings.keys} keys are not possible.", hint=f"Use 2 to {len(NAMES)}.")
     frame, variants = frame or Frame(), tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
-    session = Session(choice.load(frame.progress), choice.asked)
+    session = Session(choice.load(frame.progress), choice)
     head = experiment("recall", "facts found in a long text", asdict(settings), found, session.model)
     cells = [{**place, "variant": variant} for place in _places(settings) for variant in variants]
 
