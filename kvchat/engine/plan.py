@@ -35,7 +35,7 @@ from kvchat.models.hub import Progress
 from kvchat.models.probe import observe_shape
 from kvchat.models.quantize import quantization
 from kvchat.models.recurrent import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.models.support import unreadable
+from kvchat.models.support import explained
 from kvchat.models.weights import AT_MOST
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
@@ -155,15 +155,11 @@ def observe(described: ModelDescription) -> Observed:
     Raises:
         ModelError: it cannot be run.
     """
-    try:
+    with explained(described.location.name, "the model"):
         shapes = described.shapes
         state = RecurrentState(shapes.config)
         shape = observe_shape(shapes, state)
         described.check_tensors()
-    except KvchatError:
-        raise
-    except Exception as error:  # whatever an untried config leads to
-        raise unreadable(described.location.name, "the model", error) from error
     layers = len(attending_layers(shapes.config))
     on = described.device.type
     geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")

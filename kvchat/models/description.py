@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.errors import KvchatError, UsageError, check_known
+from kvchat.errors import UsageError, check_known
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
 from kvchat.models.catalog import BFLOAT16_FROM
@@ -166,15 +166,11 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     others = resolve_others(on, gpus)
     location = locate(name, progress)
     support.import_transformers()
-    try:
+    with support.explained(location.name, "its configuration"):
         config = _read_config(location)
         support.check_quantization(config, location.name)
         model_class, text_config = support.model_class(config)
         resolved = resolve_dtype(dtype, config, min((on, *others), key=_capability))
-    except KvchatError:
-        raise
-    except Exception as error:  # whatever an unknown configuration leads to
-        raise support.unreadable(location.name, "its configuration", error) from error
     return ModelDescription(location, config, model_class, text_config, on, resolved, others)
 
 
@@ -209,10 +205,8 @@ def _read_config(location: ModelLocation) -> Any:
     if location.gguf:
         return ggufs.of_file(location.folder / location.gguf, location.name)
     read_json(location.folder / "config.json")  # has a better message for a damaged file
-    try:
+    with support.explained(location.name, "its config.json"):
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the hub's checks of a field's type have errors of their own
-        raise support.unreadable(location.name, "its config.json", error) from error
 
 
 def resolve_device(device: str) -> torch.device:

@@ -25,7 +25,7 @@ from kvchat.errors import ModelError
 from kvchat.models import gguf_file
 from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
-from kvchat.models.support import unreadable
+from kvchat.models.support import explained
 
 # Number of layers of the models that do not scale scores by the size of a head; llama.cpp, too, recognizes them so.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -63,7 +63,7 @@ def of_file(path: Path, name: str) -> Any:
         ModelError: it is damaged, not a language model, or of an architecture that transformers does not read.
     """
     file = read_model(path)
-    try:
+    with explained(name, "the GGUF file"):
         found = _by_transformers(file)
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -77,10 +77,6 @@ def of_file(path: Path, name: str) -> Any:
         if len(set(ends)) > 1 and not isinstance(found.get("eos_token_id"), list):
             found["eos_token_id"] = list(dict.fromkeys(ends))
         config = kind.from_dict(found)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a damaged file or an unknown architecture leads to
-        raise unreadable(name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # of unpacked weights; the file's blocks have no dtype
     if hasattr(config, "query_pre_attn_scalar"):  # transformers always takes 256, the value of most models
         config.query_pre_attn_scalar = _gemma_scalar(config)

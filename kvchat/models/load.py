@@ -377,28 +377,22 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
 @contextlib.contextmanager
 def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
     """Raise whatever reading and testing the model raises as kvchat's own error."""
-    try:
-        yield
-    except KvchatError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
+    with support.explained(described.location.name, "the model"):
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, KvchatError) or not is_out_of_memory(error):
+                raise
             raise reading.does_not_fit(described, quantize) from error
-        raise support.unreadable(described.location.name, "the model", error) from error
 
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer, and notes for the user."""
-    try:
-        with explained_panics():
-            if checkpoint.gguf:
-                built = tokenizers.build(described.gguf, checkpoint.name)
-                return guarded(built.tokenizer), built.notes
-            tokenizer = _of_folder(checkpoint.folder)
-    except KvchatError:
-        raise
-    except Exception as error:  # tokenizers raises a bare Exception for a damaged file
-        raise support.unreadable(checkpoint.name, "its tokenizer", error) from error
+    with support.explained(checkpoint.name, "its tokenizer"), explained_panics():
+        if checkpoint.gguf:
+            built = tokenizers.build(described.gguf, checkpoint.name)
+            return guarded(built.tokenizer), built.notes
+        tokenizer = _of_folder(checkpoint.folder)
     processors = checkpoint.folder / "chat_template.json"  # of older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")

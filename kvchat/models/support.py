@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kvchat.errors import ModelError
+from kvchat.errors import KvchatError, ModelError
 from kvchat.libraries import Later
 from kvchat.models.gguf_file import LAYER
 from kvchat.models.quantize.quantization import Quantization, missing, own_method, own_section
@@ -211,6 +211,17 @@ def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
 def cannot_run(model: Any, reason: str) -> ModelError:
     """The error for a model whose forward kvchat cannot use."""
     return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
+
+
+@contextmanager
+def explained(name: str, what: str) -> Iterator[None]:
+    """Refuse the model ``name`` for whatever transformers raises while it reads ``what`` in this block."""
+    try:
+        yield
+    except KvchatError:
+        raise
+    except Exception as error:
+        raise unreadable(name, what, error) from error
 
 
 def unreadable(name: str, what: str, error: Exception) -> ModelError:
