@@ -7,6 +7,7 @@ weights, which bfloat16 halves if they come from memory. A small model would gai
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -168,6 +169,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     support.import_transformers()
     with support.explained(location.name, "its configuration"):
         config = _read_config(location)
+        _read_attn_factor(config)
         support.check_quantization(config, location.name)
         model_class, text_config = support.model_class(config)
         resolved = resolve_dtype(dtype, config, min((on, *others), key=_capability))
@@ -207,6 +209,16 @@ def _read_config(location: ModelLocation) -> Any:
     read_json(location.folder / "config.json")  # has a better message for a damaged file
     with support.explained(location.name, "its config.json"):
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
+
+
+def _read_attn_factor(config: Any) -> None:
+    """Give transformers the factor of YaRN's attention that it ignores: its makers, vLLM and llama.cpp multiply by it.
+
+    DeepSeek-R1-0528-Qwen3-8B has 0.878, and 1 in all. It is in config.json and in GGUF files.
+    """
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and (factor := rope.pop("attn_factor", None)):
+        rope.setdefault("attention_factor", factor * (0.1 * math.log(rope["factor"]) + 1))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -193,6 +193,7 @@ class Scaling(NamedTuple):
         divisors: of the frequencies.
         base, sliding_base: of which unscaled frequencies are powers; the second in sliding layers.
         dimensions: of a head that are rotated, from the first on.
+        attention: multiplies YaRN's own factor of queries and keys.
     """
 
     kind: str
@@ -202,6 +203,7 @@ class Scaling(NamedTuple):
     base: float
     sliding_base: float
     dimensions: int
+    attention: float
 
 
 def read(file: GgufFile) -> Scaling:
@@ -215,7 +217,8 @@ def read(file: GgufFile) -> Scaling:
     original = values.get("scaling.original_context_length", 0)
     base, sliding_base = (float(values.get(key, 0)) for key in ("freq_base", "freq_base_swa"))
     dimensions = int(values.get("dimension_count", 0))
-    return Scaling(str(kind), float(factor), int(original), divisors, base, sliding_base, dimensions)
+    attention = float(values.get("scaling.attn_factor", 0))
+    return Scaling(str(kind), float(factor), int(original), divisors, base, sliding_base, dimensions, attention)
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
@@ -245,6 +248,7 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     elif scaling.kind == "yarn" and scaling.factor != 1:
         original = scaling.original or config.max_position_embeddings
         rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": original}
+        rope |= {"attn_factor": scaling.attention} if scaling.attention else {}
 
 
 def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:

@@ -170,6 +170,15 @@ def test_llama_3s_divisors_are_its_scaling(tmp_path):
             {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 1024.0},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
         ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 0.5},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4096,
+                "attention_factor": pytest.approx(0.5 * 1.1386294),
+            },
+        ),
     ],
 )
 def test_a_factor_is_its_scaling(tmp_path, kv, scaling):
