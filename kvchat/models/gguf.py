@@ -30,7 +30,8 @@ from kvchat.models.support import explained
 # Number of layers of the models that do not scale scores by the size of a head; llama.cpp, too, recognizes them so.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 LISTS = "tokenizer.ggml."  # keys whose lists are withheld from transformers, which would convert each entry
-DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # tensors that divide frequencies, not weights
+# Tensors that divide frequencies, not weights; of the last two the first for texts longer than the original context.
+DIVISORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 # Parameters of Llama 3.1, 3.2 and 3.3 from which llama.cpp's converter computes the divisors, with a factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHUNK = 2**15  # elements that numpy unpacks at once, so that they stay in a processor's cache
@@ -191,15 +192,18 @@ class Scaling(NamedTuple):
         kind: llama.cpp's name, with its ``factor``.
         original: the context before scaling.
         divisors: of the frequencies.
+        long, short: divisors of them beyond the original context, and within it.
         base, sliding_base: of which unscaled frequencies are powers; the second in sliding layers.
         dimensions: of a head that are rotated, from the first on.
-        attention: multiplies YaRN's own factor of queries and keys.
+        attention: factor of queries and keys; YaRN multiplies its own by it.
     """
 
     kind: str
     factor: float
     original: int
     divisors: tuple[float, ...]
+    long: tuple[float, ...]
+    short: tuple[float, ...]
     base: float
     sliding_base: float
     dimensions: int
@@ -211,14 +215,13 @@ def read(file: GgufFile) -> Scaling:
     kind = values.get("scaling.type", "linear")
     factor = values.get("scaling.factor") or values.get("scale_linear") or 1
     tensors = {one.name: one for one in file.tensors}
-    if any(name.startswith(LONG_DIVISORS) for name in tensors):
-        kind = "longrope"
-    divisors = _floats(tensors[DIVISORS]) if DIVISORS in tensors else ()
+    divisors, long, short = (_floats(tensors[name]) if name in tensors else () for name in (DIVISORS, LONG, SHORT))
     original = values.get("scaling.original_context_length", 0)
     base, sliding_base = (float(values.get(key, 0)) for key in ("freq_base", "freq_base_swa"))
     dimensions = int(values.get("dimension_count", 0))
-    attention = float(values.get("scaling.attn_factor", 0))
-    return Scaling(str(kind), float(factor), int(original), divisors, base, sliding_base, dimensions, attention)
+    attention = float(values.get("scaling.attn_factor", 1))
+    divided = divisors, long, short
+    return Scaling(str(kind), float(factor), int(original), *divided, base, sliding_base, dimensions, attention)
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
@@ -237,18 +240,20 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (share := scaling.dimensions / head) not in (0, rope.get("partial_rotary_factor", 1)):
         rope["partial_rotary_factor"] = share
+    original = scaling.original or config.max_position_embeddings
     if (factor := round(max(scaling.divisors, default=1), 3)) > 1:
         rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3}
         if not _divides(config, scaling.divisors):
             raise _refusal(name, "by divisors that are not Llama 3's")
-    elif scaling.kind == "longrope":
-        raise _refusal(name, "by longrope")
+    elif scaling.long:
+        rope |= {"rope_type": "longrope", "long_factor": list(scaling.long), "short_factor": list(scaling.short)}
+        rope |= {"original_max_position_embeddings": original, "attention_factor": scaling.attention}
+        config.original_max_position_embeddings = original  # of Phi-3, in the place of the other
     elif scaling.kind == "linear" and scaling.factor != 1:
         rope |= {"rope_type": "linear", "factor": scaling.factor}
     elif scaling.kind == "yarn" and scaling.factor != 1:
-        original = scaling.original or config.max_position_embeddings
         rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": original}
-        rope |= {"attn_factor": scaling.attention} if scaling.attention else {}
+        rope |= {"attn_factor": scaling.attention} if scaling.attention != 1 else {}
 
 
 def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:

@@ -191,13 +191,23 @@ def test_gemmas_sliding_layers_are_not_scaled(tmp_path):
     assert rope["sliding_attention"]["rope_type"] == "default"
 
 
-@pytest.mark.parametrize(
-    ("tensors", "reason"),
-    [
-        ({"rope_factors_long.weight": np.ones(16, np.float32)}, "by longrope, which transformers cannot read"),
-        ({"rope_freqs.weight": np.full(16, 3, np.float32)}, "by divisors that are not Llama 3's"),
-    ],
-)
-def test_what_transformers_has_no_scaling_for_is_refused(tmp_path, tensors, reason):
-    with pytest.raises(ModelError, match=reason):
-        rope_of(tmp_path, tensors=tensors)
+def test_what_transformers_has_no_scaling_for_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="by divisors that are not Llama 3's"):
+        rope_of(tmp_path, tensors={"rope_freqs.weight": np.full(16, 3, np.float32)})
+
+
+def test_phis_two_sets_of_divisors_are_longropes(tmp_path):
+    """As in files of Phi-3-mini-128k and Phi-4-mini; computed so, logits are those of llama.cpp within 0.001."""
+    tensors = {
+        f"rope_factors_{name}.weight": np.full(16, value, np.float32) for name, value in [("long", 3), ("short", 2)]
+    }
+    kv = {"scaling.original_context_length": 1024, "scaling.attn_factor": 1.25}
+    assert rope_of(tmp_path, "phi3", kv, tensors) == {
+        "rope_type": "longrope",
+        "rope_theta": 500000.0,
+        "partial_rotary_factor": 1.0,
+        "long_factor": [3.0] * 16,
+        "short_factor": [2.0] * 16,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 1024,
+    }
