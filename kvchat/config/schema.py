@@ -122,9 +122,8 @@ class SamplingSettings(Section):
     """0 always takes the likeliest token; unset: the model's own, from generation_config.json, or else 0.7"""
     top_k: int = Field(DEFAULTS.top_k, ge=0)
     """draw among the k likeliest tokens; 0 for all"""
-    # A much smaller value is lost in float32 when it is subtracted from 1.
-    top_p: float = Field(DEFAULTS.top_p, ge=1e-6, le=1)
-    """draw among the likeliest tokens that together have this probability"""
+    top_p: float = Field(DEFAULTS.top_p, ge=0, le=1)
+    """draw among the likeliest tokens that together have this probability, at least one"""
     min_p: float = Field(DEFAULTS.min_p, ge=0, lt=1)
     """draw among tokens at least this fraction as likely as the likeliest"""
     repetition_penalty: float = Field(DEFAULTS.repetition_penalty, ge=0.01, le=100)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULTS, ADVISED = Sampling(), Sampling(temperature=TEMPERATURE)
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a model's makers may advise
 GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
+LEAST_TOP_P = 1e-6  # a much smaller one, of which one token is left, is lost in float32 when it is subtracted from 1
 LONGEST = 32.0  # a random time that is none of 2**24: finite, so that no token of weight 0 comes as early
 NO_TOKEN = -1  # drawn from logits that are not finite
 # Between the parts of JSON, or a small model may write white space without end.
@@ -73,7 +74,7 @@ class Sampler:
         """
         self.sampling = sampling = _with(advised, checked_sampling(sampling))
         self.temperature = TEMPERATURE if sampling.temperature is None else sampling.temperature
-        self.greedy = self.temperature < GREEDY_BELOW
+        self.greedy = self.temperature < GREEDY_BELOW or sampling.top_p < LEAST_TOP_P
         self.generator = torch.Generator(device)
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._forks = 0

@@ -33,7 +33,7 @@ MAX_TEMPERATURE = 2.0  # more is a mistake in the file
 LEAST_AND_MOST = {
     "temperature": (1e-5, MAX_TEMPERATURE),
     "top_k": (0, 2**31 - 1),
-    "top_p": (1e-6, 1.0),
+    "top_p": (0.0, 1.0),
     "min_p": (0.0, 0.99),
     "repetition_penalty": (0.01, 100.0),
 }

@@ -315,7 +315,7 @@ def _values(path):
 REFUSED = {
     "temperature": ("-1e-9", "100.001", "nan", "inf", "'warm'"),
     "top_k": ("-1", "1.5", "'x'", "None"),
-    "top_p": ("0", "6e-8", "9.9e-7", "1.0000001", "-1", "nan"),
+    "top_p": ("1.0000001", "-1", "nan"),
     "min_p": ("-1e-9", "1", "1.0", "1.5", "nan"),
     "repetition_penalty": ("0", "-1", "0.0099", "100.1", "inf"),
     "presence_penalty": ("-2.1", "2.1", "nan"),
@@ -326,7 +326,7 @@ REFUSED = {
 ALLOWED = {
     "temperature": ("0", "1e-9", "11", "100"),
     "top_k": ("0", "1", "1000000"),
-    "top_p": ("1e-6", "0.5", "1"),
+    "top_p": ("0", "6e-8", "0.5", "1"),
     "min_p": ("0", "0.5", "0.999999"),
     "repetition_penalty": ("0.01", "1", "100"),
     "presence_penalty": ("-2", "2"),

@@ -207,7 +207,7 @@ def test_tokens_that_the_model_rules_out_are_never_drawn():
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("top_k", -1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.01),
         ("min_p", -0.1),
         ("min_p", 1.0),

@@ -170,7 +170,7 @@ def test_values(key, text, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "text"), [("temperature", "-1"), ("temperature", "nan"), ("top_p", "0"), ("top_k", "1.5"), ("seed", "x")]
+    ("key", "text"), [("temperature", "-1"), ("temperature", "nan"), ("top_p", "2"), ("top_k", "1.5"), ("seed", "x")]
 )
 def test_refused_values_say_what_is_allowed(key, text):
     with pytest.raises(UsageError, match=rf"{key}.*'{text}'.*number"):
