@@ -225,12 +225,14 @@ class Engine:
         error = errors.EngineError(f"The engine stopped: {crashed.how}.", why, log)
         if self.loaded is None:
             raise error
+        is_whole = self._last is not None and not self._is_interrupted  # only the counts are missing
+        ended = self._ended() if is_whole else Ended(refusal=unavailable(f"{error.title} It is restarting."))
         self.loaded = self.snapshot = None
         self.restarts += 1
         self.say(f"{error} It is restarting.")
         while self._waiting:
             self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The engine is restarting.")))
-        self._end(Ended(refusal=unavailable(f"{error.title} It is restarting.")))
+        self._end(ended)
         await self._client.restart()
         self._client.send(self.load)
 

@@ -1,5 +1,6 @@
 """What waits for the engine and what it is asked, without a child: its client notes what is sent."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from kvchat.cli import serve as command
 from kvchat.cli.profile import load_settings
 from kvchat.kv.memory import available
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Failed, Finished, Keeping, Load, Loaded, Peeked, Started, Stop, Turn
 from kvchat.serve import server
@@ -25,6 +27,9 @@ class Noting:
 
     def send(self, command: object) -> None:
         self.sent.append(command)
+
+    async def restart(self) -> None:
+        """Nothing is started."""
 
 
 def loaded(tmp_path: Path, limit: int = 9, parked: int = 0) -> tuple[Engine, Noting, list[str]]:
@@ -117,6 +122,17 @@ def test_what_fails_beside_an_answer_is_said_and_ends_none(tmp_path):
     end(engine, "eos")
     assert drain(job) == [Ended]
     assert len(client.sent) == 2
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_an_answer_that_ended_before_the_engine_died_is_given(tmp_path, is_ended):
+    engine, _, _ = loaded(tmp_path)
+    job = engine.submit(CHAT)
+    if is_ended:
+        engine._take(Finished("eos", "Paris.", Stats()))
+    asyncio.run(engine._restart(Crashed(3, ())))
+    ended = job.events.get_nowait()
+    assert (ended.last is not None, ended.refusal is None) == (is_ended, is_ended)
 
 
 def test_what_the_model_should_be_known_for_and_the_room_for_talks_is_said(tmp_path):
