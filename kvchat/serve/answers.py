@@ -21,10 +21,11 @@ Json = dict[str, Any]
 class Calls:
     """Separates calls of ``tools`` from the text around them, by transformers' parser and its ``form`` for them.
 
-    The parser gets one character at a time, so that a streamed answer has the same text and calls as a whole one.
+    The parser gets one character at a time, so that a streamed answer has the same text and calls as a whole one. With
+    ``once`` calls after the first are left out, as in vLLM: the model decides how many it writes.
     """
 
-    def __init__(self, form: str, tools: Sequence[Json]) -> None:
+    def __init__(self, form: str, tools: Sequence[Json], once: bool = False) -> None:
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -34,7 +35,7 @@ class Calls:
         template: Any = load_response_template(fields)
         self._parser: Any = ResponseParser(template, prefix="", tools=tools)
         self._close = template.fields[CALLS].close_re
-        self._is_broken = False
+        self._once, self._is_broken = once, False
         self._open = ""  # text of a call that has begun
         self.found = 0
 
@@ -82,6 +83,8 @@ class Calls:
     def _call(self, function: Any) -> Iterator[Json]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             yield {CONTENT: json.dumps(function, ensure_ascii=False)}
+            return
+        if self._once and self.found:
             return
         arguments = function.get("arguments", {})
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

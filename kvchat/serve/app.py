@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hmac
 import json
 import time
@@ -55,7 +56,8 @@ class Guard:
         await (refusal.response() if refusal else self.app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> Refusal | None:
-        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        named = request.headers.get("host", "").lower()
+        host = named.rpartition(":")[0] or named
         if request.url.path not in OPEN and self.key:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(key.encode("latin-1"), self.key.encode())  # latin-1: the bytes that were sent
@@ -65,7 +67,8 @@ class Guard:
         elif self.is_local and not self.key and host not in LOOPBACK:
             message = f"Without --api-key only {', '.join(LOOPBACK)} are served, not the host {host[:100]}."
             return Refusal(403, message, "permission_error", code="unknown_host")
-        if request.method == "POST" and not request.headers.get("content-type", "").startswith("application/json"):
+        kind = request.headers.get("content-type", "").lower()
+        if request.method == "POST" and not kind.startswith("application/json"):
             return invalid("The body must be JSON: send Content-Type: application/json.", status=415)
         return None
 
@@ -204,7 +207,7 @@ class Service:
 
     def _check_model(self, name: str | None) -> None:
         loaded = self._loaded().model
-        if name is not None and name not in (loaded, self._engine.load.model):
+        if name and name not in (loaded, self._engine.load.model):
             message = f'There is no model "{name[:100]}" here, only "{loaded}".'
             raise Refusal(404, message, "invalid_request_error", "model", "model_not_found")
 
@@ -231,7 +234,8 @@ class Service:
             top_logprobs=body.num_scored(),
         )
         tools = body.offered_tools()
-        calls = await asyncio.to_thread(Calls, loaded.calls, tools) if tools else None  # importing it takes a second
+        # Importing the parser takes a second.
+        calls = await asyncio.to_thread(Calls, loaded.calls, tools, body.calls_once) if tools else None
         answer = Answer(loaded.model, is_chat, body.streams_usage, calls)
         async with self._submitted(request, command, can_wait=not body.stream) as job:
             event: Any = None
@@ -332,7 +336,7 @@ async def parsed(request: Request, kind: type[B]) -> B:
         if len(body) > MAX_BODY_BYTES:
             raise invalid(f"The body is too long: at most {size(MAX_BODY_BYTES)} are accepted.", status=413)
     try:
-        return kind.model_validate_json(bytes(body))
+        return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         raise of_body(error) from None
 

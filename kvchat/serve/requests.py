@@ -7,12 +7,14 @@ value asks for nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +31,7 @@ from kvchat.serve.refusals import invalid, of_body
 from kvchat.thoughts import TAGS, end_of
 
 UNLIMITED = -1  # tokens, as LM Studio's clients send it
+MINUS_ONE = {"top_k": 0, "seed": None}  # what -1 asks for, as in vLLM and llama.cpp
 NO_FUNCTIONS = "this form is outdated; use tools"
 NO_CALLS = (
     "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
@@ -56,11 +59,16 @@ def _joined(content: Any) -> Any:
     texts = []
     for part in content:
         match part:
-            case {"type": "text", "text": str(text), **more} if not more:
+            case {"type": "text", "text": str(text), **more} if not more.keys() - {"cache_control"}:
                 texts.append(text)
             case _:
                 raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads only text')
     return "\n".join(texts)
+
+
+def _without_empty(stop: Any) -> Any:
+    """Stop strings that ask for something: some clients send empty ones for none."""
+    return [text for text in ([stop] if isinstance(stop, str) else stop) if text != ""] if stop else None
 
 
 def _only(value: Any) -> Any:
@@ -97,7 +105,7 @@ class Body(BaseModel):
 
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
     parsed_arguments: Any = None  # OpenAI's client adds this, ``index`` and ``parsed`` to the messages it sends back
 
 
@@ -109,11 +117,10 @@ class ToolCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The call, with its arguments as an object if they are a JSON object, or nothing."""
-        try:
-            parsed = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else self.function.arguments
+        arguments = self.function.arguments or {}
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = parsed if isinstance(parsed, dict) else {} if parsed is None else arguments
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -136,7 +143,7 @@ class Tool(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Annotated[Any, only(reason=NO_FUNCTIONS)] = None
@@ -144,12 +151,14 @@ class Message(Body):
     refusal: Annotated[Any, only("", reason="write it as content")] = None
     annotations: Annotated[Any, only([], reason="kvchat's models do not see them")] = None
     parsed: Any = None
+    cache_control: Any = None  # a mark for Anthropic's cache
     name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_content(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("content") is None and fields.get("tool_calls"):
+    def _answers_need_no_content(cls, fields: Any) -> Any:
+        """Some programs write null for an answer of calls or of a thought alone."""
+        if isinstance(fields, dict) and fields.get("content") is None and fields.get("role") == "assistant":
             return {**fields, "content": ""}
         return fields
 
@@ -159,17 +168,14 @@ class Message(Body):
             raise ValueError("only the assistant calls tools")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id and the role tool go together")
-        if self.name and self.role != "tool":
-            raise ValueError("kvchat's models do not see names")
         return self
 
     def turn(self) -> Turn:
         """The message for the engine; its thought comes before its content, in tags as a model writes them."""
         thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
         calls = [call.for_template() for call in self.tool_calls or ()]
-        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        if self.tool_call_id is not None:
-            more |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
+        more: dict[str, Any] = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        more = {name: value for name, value in more.items() if value}
         role = "system" if self.role == "developer" else self.role
         return Turn(role, thought + self.content, more=json.dumps(more) if more else "")
 
@@ -211,6 +217,15 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_openai_writes_it(cls, fields: Any) -> Any:
+        """llama.cpp and Together take the schema beside the type, also of an object."""
+        match fields:
+            case {"type": "json_object" | "json_schema", "schema": schema, **more} if not more:
+                return {"type": "json_schema", "json_schema": {"schema": schema}}
+        return fields
+
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -243,7 +258,7 @@ class AnswerRequest(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_without_empty)] = None
     kvchat: KvchatFields = KvchatFields()
     n: Annotated[Any, only(1, reason="a request gets one answer; send it again for another")] = None
     presence_penalty: float | None = None
@@ -255,6 +270,13 @@ class AnswerRequest(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _minus_one(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            return fields | {name: value for name, value in MINUS_ONE.items() if fields.get(name) == -1}
+        return fields
 
     @property
     def streams_usage(self) -> bool:
@@ -276,6 +298,11 @@ class AnswerRequest(Body):
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
         return []
+
+    @property
+    def calls_once(self) -> bool:
+        """True if the answer is to have one call at most."""
+        return False
 
     def max_answer(self) -> int | None:
         """The requested limit of the answer in tokens; None if the request gives none."""
@@ -313,7 +340,7 @@ class ChatRequest(AnswerRequest):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, only("none", "auto", reason=NO_FORCE)] = None
-    parallel_tool_calls: Annotated[Any, only(True, reason=NO_FORCE)] = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only([], reason=NO_FUNCTIONS)] = None
     function_call: Annotated[Any, only("none", "auto", reason=NO_FUNCTIONS)] = None
     modalities: Annotated[Any, only(["text"], reason="kvchat generates only text")] = None
@@ -337,6 +364,10 @@ class ChatRequest(AnswerRequest):
     def offered_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
+    @property
+    def calls_once(self) -> bool:
+        return self.parallel_tool_calls is False
+
     def json_schema(self) -> str:
         return self.response_format.schema_text() if self.response_format else ""
 
@@ -352,13 +383,10 @@ class ChatRequest(AnswerRequest):
         Raises:
             Refusal: the template does not use a variable, or has no tools.
         """
-        own = dict(self.chat_template_kwargs or {})
-        tools = self.offered_tools()
+        used, tools = loaded.template_variables, self.offered_tools()
+        own = self._effort(used) | (self.chat_template_kwargs or {})
         if not loaded.calls and (tools or any(message.tool_calls or message.tool_call_id for message in self.messages)):
             raise invalid(NO_CALLS, "tools" if tools else "messages")
-        if self.reasoning_effort is not None:
-            own["reasoning_effort"] = self.reasoning_effort
-        used = loaded.template_variables
         for name in own:
             if name not in used:
                 others = f", only {', '.join(used)}" if used else ""
@@ -371,6 +399,15 @@ class ChatRequest(AnswerRequest):
         except UsageError as error:
             raise invalid(str(error), "chat_template_kwargs") from None
         return args
+
+    def _effort(self, used: Collection[str]) -> dict[str, Any]:
+        """The template's variables for the effort, of those ``used``: most only know whether to think, some neither."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        known = {name: value for name, value in asked.items() if name in used}
+        return known or ({} if effort == "none" else {"reasoning_effort": effort})
 
 
 class TextRequest(AnswerRequest):

@@ -96,8 +96,15 @@ def test_calls_in_pieces_are_those_of_the_whole(text, cuts):
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-def calling(form: str = CALLS) -> Answer:
-    return Answer("m", is_chat=True, calls=Calls(form, []))
+def calling(form: str = CALLS, once: bool = False) -> Answer:
+    return Answer("m", is_chat=True, calls=Calls(form, [], once))
+
+
+def test_one_call_at_most_is_told_where_asked():
+    message = whole(calling(once=True), CALLING)["message"]
+    choices = streamed(calling(once=True), CALLING, [], "eos")
+    for calls in (message["tool_calls"], [call for one in choices for call in one["delta"].get("tool_calls", ())]):
+        assert [call["function"]["name"] for call in calls] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -134,19 +141,45 @@ def test_times_are_those_that_were_measured():
     assert timings(Stats(10, 10))["prompt_ms"] == 0.0
 
 
-def test_a_thought_that_comes_back_is_given_to_the_template():
-    said = {"role": "assistant", "content": "Paris.", "reasoning_content": "They ask."}
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_a_thought_that_comes_back_is_given_to_the_template(field):
+    said = {"role": "assistant", "content": "Paris.", field: "They ask."}
     asked = ChatRequest.model_validate({"messages": [*messages("Where?"), said, *messages("Sure?")]})
     turns = asked.turns(Defaults(system="Be brief."))
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
 
 
-def test_a_call_without_arguments_has_an_empty_object_of_them():
-    """Clients send "" for none, and templates iterate over them."""
-    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}
+@pytest.mark.parametrize(
+    ("sent", "given"),
+    [({"arguments": arguments}, {}) for arguments in ("", "null", None)]
+    + [({}, {}), ({"arguments": {"a": 1}}, {"a": 1})],
+)
+def test_the_arguments_of_a_call_are_an_object(sent, given):
+    """Clients send "" or null for none, or leave them out, and templates iterate over them."""
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", **sent}}]}
     (turn,) = ChatRequest.model_validate({"messages": [called]}).turns(Defaults())
-    assert json.loads(turn.more)["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert json.loads(turn.more)["tool_calls"][0]["function"] == {"name": "f", "arguments": given}
+
+
+def test_names_are_the_templates_and_marks_for_other_caches_nobodys():
+    mark = {"cache_control": {"type": "ephemeral"}}
+    said = [
+        {"role": "user", "name": "bob", "content": [{"type": "text", "text": "Hi.", **mark}], **mark},
+        {"role": "assistant", "name": "eve", "content": None},
+    ]
+    turns = ChatRequest.model_validate({"messages": said}).turns(Defaults())
+    assert [(turn.content, json.loads(turn.more)) for turn in turns] == [
+        ("Hi.", {"name": "bob"}),
+        ("", {"name": "eve"}),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_the_type(kind):
+    schema = {"type": "object", "properties": {"a": {}}}
+    body = {"messages": messages("a"), "response_format": {"type": kind, "schema": schema}}
+    assert json.loads(ChatRequest.model_validate(body).json_schema()) == schema
 
 
 def test_an_event_is_one_line_for_every_client():
@@ -161,6 +194,21 @@ def test_variables_take_the_place_of_the_servers():
     asked = ChatRequest.model_validate({"messages": messages("a"), "chat_template_kwargs": {"depth": ["a", 2]}})
     args = asked.template_args(Load(template_args=("depth=1", "other=x")), known)
     assert parse_args(args) == {"depth": ["a", 2], "other": "x"}
+
+
+@pytest.mark.parametrize(
+    ("used", "effort", "given"),
+    [
+        ({"enable_thinking"}, "none", {"enable_thinking": False}),
+        ({"enable_thinking"}, "low", {"enable_thinking": True}),
+        ({"reasoning_effort"}, "low", {"reasoning_effort": "low"}),
+        (set(), "none", {}),
+    ],
+)
+def test_an_effort_is_what_the_template_knows_of_it(used, effort, given):
+    known = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, template_variables=(*used,))
+    asked = ChatRequest.model_validate({"messages": messages("a"), "reasoning_effort": effort})
+    assert parse_args(asked.template_args(Load(), known)) == given
 
 
 def test_a_silent_stream_is_kept_alive(fake):

@@ -107,7 +107,7 @@ def test_what_draws_tokens_counts(client):
 
     assert drawn(seed=3) == drawn(seed=3) != drawn(seed=4)
     greedy = drawn(temperature=0)
-    assert drawn(top_k=1) == drawn(top_p=1e-6) == greedy
+    assert drawn(top_k=1) == drawn(top_p=1e-6) == drawn(top_p=0) == greedy
     assert drawn(temperature=0, repetition_penalty=5.0) != greedy
 
 
@@ -341,7 +341,7 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": MANY_WAYS}}}, None),
         ({"tools": TOOLS}, "tools"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, None),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
@@ -358,7 +358,7 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"temperature": "0.5"}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": [""]}, "stop.0"),
+        ({"stop": [5]}, "stop.0"),
         ({"mirostat": 2}, "mirostat"),
         ({"seed": -(2**70)}, "seed"),
     ],
@@ -378,9 +378,13 @@ def test_what_asks_for_nothing_is_accepted(bundled):
         "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": [],
         "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
         "stream": False, "seed": 1, "store": False, "top_p": 1, "min_p": 0, "top_k": 0, "max_tokens": 4,
-        "mirostat": None, "response_format": {"type": "text", "grammar": None},
+        "mirostat": None, "response_format": {"type": "text", "grammar": None}, "model": "", "reasoning_effort": "none",
+        "parallel_tool_calls": False,
     }  # fmt: skip
     assert bundled.chat(QUESTION, **neutral).status == 200
+    assert bundled.chat(QUESTION, stop=["", ""], seed=-1, top_k=-1, max_tokens=4).status == 200
+    body = json.dumps({"messages": messages(QUESTION), "max_tokens": 4}).encode()
+    assert bundled.ask("/v1/chat/completions", b"\xef\xbb\xbf" + body, Content_Type="Application/JSON").status == 200
     said = {"role": "assistant", "content": "Paris.", **dict.fromkeys(("refusal", "tool_calls", "audio", "images"))}
     body = {"messages": [*messages(QUESTION), said, *messages("Sure?")], "max_tokens": 4}
     assert bundled.ask("/v1/chat/completions", body).status == 200
