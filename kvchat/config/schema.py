@@ -19,6 +19,7 @@ from kvchat.config.modes import Params, choosable, mode_names
 from kvchat.config.validation_errors import validated
 from kvchat.errors import UsageError, check_known
 from kvchat.files import unmarked
+from kvchat.paths import of_hub
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, Split, parse_args
 
 DEFAULTS = Sampling()
@@ -43,8 +44,8 @@ class ModelSettings(Section):
 
     OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
-    name: str = Field(Load.model, min_length=1, serialization_alias="model")
-    """a name that `kvchat models` lists, a file or folder, a Hugging Face id, or a server's address"""
+    name: Annotated[str, AfterValidator(of_hub)] = Field(Load.model, min_length=1, serialization_alias="model")
+    """a name that `kvchat models` lists, a file or folder, a Hugging Face id or address, or a server's address"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     gpus: int = Field(Load.gpus, ge=1)

@@ -29,7 +29,7 @@ CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_MESSAGE = 200  # characters of an unexpected error
 MAX_DEPTH = 3  # the folder itself, its publishers, their models
 MAX_FOLDERS = 2000
-HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.(?:gguf|GGUF))?")
+HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+)?")
 ENCODER = "mmproj"  # begins the name of a GGUF file with the vision encoder of a multimodal model
 BFLOAT16_FROM = 2**24  # bytes in float32 of the smallest matrix that is faster in bfloat16
 OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that cannot be multiplied in another
@@ -131,7 +131,7 @@ def is_here(name: str) -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """True if ``name`` names a repository on the hub, or a GGUF file of one as REPOSITORY:FILE."""
+    """True if ``name`` names a repository on the hub, or a GGUF file of one by its name or quantization."""
     return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 

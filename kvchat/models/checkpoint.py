@@ -2,8 +2,9 @@
 
 "bundled" is the model that ships with kvchat; a path names an existing folder or GGUF file; a name of ``NAMED`` is a
 file in kvchat's cache or in an installed package; anything else is a repository on the Hugging Face hub, or
-REPOSITORY:FILE for one GGUF file of it. The files are checked before the first weight is read, and only the hub needs
-the network. If one field of the advised sampling is out of range all of it is ignored.
+REPOSITORY:FILE for one GGUF file of it, or REPOSITORY:Q4_K_M for the one in that quantization. The files are checked
+before the first weight is read, and only the hub needs the network. If one field of the advised sampling is out of
+range all of it is ignored.
 """
 
 from __future__ import annotations
@@ -162,9 +163,20 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if "/" not in name and (near := nearest(name, (BUNDLED, *NAMED))):
         raise ModelError(f'There is no model "{name}".', f'Did you mean "{near}"?', "`kvchat models` lists all here.")
     progress(f"Looking for {name} on the hub")
-    if colon and file.lower().endswith(GGUF):
-        return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
-    return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
+    if not colon:
+        return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
+    patterns = [file] if file.lower().endswith(GGUF) else _named_for(file)
+    downloaded = download(repository, patterns, progress)
+    found = (path.name for pattern in patterns for path in downloaded.glob(pattern) if gguf_file.part(path) < 2)
+    return ModelLocation(name, downloaded, on_hub=True, gguf=min(found, key=len, default=file))
+
+
+def _named_for(quantization: str) -> list[str]:
+    """Patterns of the names of GGUF files in a ``quantization``, such as Q4_K_M, in one part or in several."""
+    in_any_case = "".join(
+        f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in quantization
+    )
+    return [f"*{in_any_case}{GGUF}", f"*{in_any_case}-0*-of-0*{GGUF}"]
 
 
 def _named(name: str) -> ModelLocation:

@@ -412,6 +412,21 @@ def test_the_settings_of_a_model_the_engine_and_python_begin_alike():
     assert {name: parameters[name].default for name in shared} == {name: vars(asked)[name] for name in shared}
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/org/m-4B/", "org/m-4B"),
+        ("http://www.huggingface.co/org/m/tree/main?library=transformers", "org/m"),
+        ("hf.co/org/m:Q4_K_M", "org/m:Q4_K_M"),
+        ("https://huggingface.co/org/m/blob/main/config.json", "org/m"),
+        ("https://huggingface.co/org/m/resolve/main/m.Q8_0.gguf?download=true", "org/m:m.Q8_0.gguf"),
+        *((name, name) for name in ("https://huggingface.co/org/m/tree/v2", "http://hf.company:80/org/m", "hf/m", "m")),
+    ],
+)
+def test_the_address_of_a_page_or_file_on_the_hub_names_its_model(address, name):
+    assert schema.checked_model(address, {})["model"] == name
+
+
 def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are():
     assert schema.checked_model("there", {"fast": "false"}) == {"model": "there", "fast": False}
 

@@ -46,6 +46,28 @@ def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(h
     assert 0 < hub.weight_bytes < (hub.folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("q4_k_m", "m.Q4_K_M.gguf"),
+        ("Q8_0", "m-Q8_0-00001-of-00002.gguf"),
+        ("m.Q4_K_M.gguf", "m.Q4_K_M.gguf"),
+        ("Q2_K", ""),
+    ],
+)
+def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked, found):
+    parts = [f"m-Q8_0-{part}-of-00002.gguf" for part in ("00001", "00002")]
+    for name in ("m.Q4_K_M.gguf", *parts, "config.json"):
+        (hub.folder / name).write_bytes(b"GGUF")
+    if not found:
+        with pytest.raises(ModelError, match="no file Q2_K"):
+            locate(f"org/model:{asked}", silent)
+        return
+    location = locate(f"org/model:{asked}", silent)
+    assert location.gguf == found
+    assert sorted(file.name for file in location.folder.iterdir()) == (parts if "Q8" in found else [found])
+
+
 def test_damaged_headers_are_refused(hub):
     (hub.folder / "model.safetensors").write_bytes(b"no")
     for model, refusal in ((hub.folder, "is damaged"), ("org/model", "cannot be downloaded.*safetensors")):

@@ -23,7 +23,7 @@ from kvchat.conversations.store import MARK, Summary
 from kvchat.foreign_text import visible
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
-from kvchat.paths import is_server
+from kvchat.paths import is_server, of_hub
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, errors_as_toasts
@@ -273,6 +273,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
 def typed_model(text: str, found: list[FoundModel]) -> list[FoundModel]:
     """The model outside the list that ``text`` names: a folder, a GGUF file, a server or a repository to download."""
+    text = of_hub(text)
     if not text or any(model.name == text and not model.problem for model in found):
         return []
     if is_server(text):

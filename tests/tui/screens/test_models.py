@@ -78,7 +78,8 @@ async def test_a_question_typed_after_a_model_was_chosen_is_asked_of_it(running,
 def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
     assert typed_model("", [HERE]) == typed_model("bundled", [HERE]) == typed_model("no such thing", []) == []
     assert typed_model("org/name", [OTHER]) == [FoundModel("org/name", "download")]
-    assert typed_model("org/name:q4.gguf", [])[0].kind == "download"
+    assert typed_model("https://huggingface.co/org/name", []) == [FoundModel("org/name", "download")]
+    assert typed_model("org/name:q4.gguf", [])[0].kind == typed_model("org/name:Q4_K_M", [])[0].kind == "download"
     assert typed_model("/org/name", []) == typed_model("../a", []) == []
     (tmp_path / "x.gguf").write_bytes(b"no")
     assert typed_model(str(tmp_path / "x.gguf"), [])[0].kind == "GGUF"
