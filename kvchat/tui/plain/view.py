@@ -355,12 +355,17 @@ class LineReader:
 
     def _take(self) -> None:
         """Take what the terminal delivers together, also while a command runs: later it would seem to be one paste."""
-        data = more = os.read(self._descriptor, 2**16)
-        while more and select.select([self._descriptor], [], [], AT_ONCE_S)[0]:
-            data += (more := os.read(self._descriptor, 2**16))
-        if not data:
+        data, more = b"", os.read(self._descriptor, 2**16)
+        while more:
+            data += more
+            if not select.select([self._descriptor], [], [], AT_ONCE_S)[0]:
+                break
+            more = os.read(self._descriptor, 2**16)
+        if data:
+            self._typed.put_nowait(data)
+        if not more:  # Ctrl+D, perhaps right behind a line
             self.release()
-        self._typed.put_nowait(data)
+            self._typed.put_nowait(b"")
 
     async def _read(self) -> bytes:
         """The next bytes, none at the end; the descriptor stays blocking because a terminal shares it with stdout."""

@@ -515,13 +515,9 @@ async def test_a_pipe_is_read_to_its_end():
 )
 async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, lines):
     keyboard, terminal = os.openpty()
-    os.write(keyboard, arriving)
-    reader, read = LineReader(terminal), []
-    async for line in reader:
-        read.append((line, reader.is_pasted))
-        if len(read) == len(lines):
-            os.write(keyboard, b"\x04")
-    assert read == lines
+    os.write(keyboard, arriving + b"\x04")
+    reader = LineReader(terminal)
+    assert [(line, reader.is_pasted) async for line in reader] == lines
     os.close(keyboard)
     os.close(terminal)
 
