@@ -194,11 +194,11 @@ class KvchatApp(App[None]):
     """
 
     TITLE = "kvchat"
-    # Textual cuts off toasts below the screen, the third on 80x24 if they are padded; it fails at a list whose lines
-    # have no column.
+    # Textual cuts off toasts below the screen, on 80x24 the third if they are padded, the fourth if they are as narrow
+    # as its own; it fails at a list whose lines have no column.
     CSS = """
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
-    Toast { padding: 0 1; }
+    Toast { padding: 0 1; max-width: 75%; }
     OptionList { min-width: 12; }
     CommandList { text-wrap: nowrap; text-overflow: ellipsis; }
     """

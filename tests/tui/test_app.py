@@ -225,15 +225,15 @@ def test_what_became_of_a_text_is_said():
     assert not lacks(refused, "no ␛[c program", "3 characters", "/copy FILE")
 
 
-async def test_three_toasts_fit_on_a_small_terminal():
+async def test_four_toasts_fit_on_a_small_terminal():
     class Bare(App[None]):
         CSS = KvchatApp.CSS
 
     app = Bare()
     async with app.run_test(size=(80, 24), notifications=True):
-        for _ in range(3):
+        for _ in range(4):
             app.notify("word " * 30, title="Settings", timeout=PATIENCE_S)
-        await wait_for(lambda: [toast for toast in app.screen.query(Toast) if toast.region][2:])
+        await wait_for(lambda: [toast for toast in app.screen.query(Toast) if toast.region][3:])
         assert all(toast.region.bottom <= 24 for toast in app.screen.query(Toast))
 
 
