@@ -53,6 +53,11 @@ def pieces(question: str) -> Iterator[Piece]:
         yield Piece(question[end:])
 
 
+def written(question: str) -> str:
+    """What a person wrote around the files of a question; the files' labels if there is nothing else."""
+    return "\n".join(piece.text for piece in pieces(question) if not piece.name).strip() or folded(question)
+
+
 def folded(question: str) -> str:
     """A question with a label in place of each file, on a line of its own."""
     found = list(pieces(question))

@@ -204,7 +204,7 @@ class Conversation:
         """Add a question below the last answer; if the path ends with a question, the new one becomes its sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
-            self.title = shorten(attachments.folded(text))
+            self.title = shorten(attachments.written(text))
         return self.add(Message(parent=parent, role="user", text=text, pinned=pinned))
 
     def answer(
