@@ -94,12 +94,13 @@ def offer(before: str, entries: Entries) -> Offer | None:
     if begun is None:
         return None
     typed = begun[1] if begun[1] is not None else begun[2]
-    found, is_whole = [], False  # whole: it names a file already, and Enter sends it
+    folder = typed[: typed.rfind("/") + 1]
+    whole = (typed, typed.rstrip(PUNCTUATION)) if begun[1] is None else ()  # names a file already: Enter sends it
+    is_whole = any(folder + entry.name in whole and not entry.is_folder for entry in entries(folder))
+    found = []
     for path, label, doc, _ in matching(typed, entries):  # a file ends its mention with a space, a folder does not
         text = mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
-        if text.rstrip() == begun[0]:
-            is_whole = True
-        else:
+        if text.rstrip() != begun[0]:
             found.append(Suggestion(text, label, doc))
     return Offer(begun[0], tuple(found), takes_by_enter=not is_whole)
 

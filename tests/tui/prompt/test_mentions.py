@@ -108,7 +108,7 @@ def test_paths_are_offered_while_one_is_typed(before, texts):
     assert before.endswith(offer.typed)
 
 
-@pytest.mark.parametrize(("before", "takes"), [("@notes", True), ("@notes.txt", False)])
+@pytest.mark.parametrize(("before", "takes"), [("@notes", True), ("@notes.txt", False), ("@notes.txt.", False)])
 def test_enter_sends_a_mention_that_is_whole_though_others_match_it(before, takes):
     offer = mentions.offer(
         before, lambda _folder: list(map(mentions.Entry, ["notes.txt", "notes.txt.old", "sub/notes.txt"]))
