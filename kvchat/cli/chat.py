@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvchat
 from kvchat import files, paths, process
+from kvchat.cli.output import note
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kvchat.tui.state import AppConfig
 
 
+PATIENCE_S = 3.0  # waited for the end of stdin without a word
 ENGINE = process.python("-m", "kvchat.replay.engine")
 
 
@@ -158,8 +161,14 @@ def piped() -> bytes:
     Raises:
         DoesNotFitError: they are more than any model reads, perhaps endless.
     """
-    raw = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read(MAX_BYTES + 1)
-    return files.limited(raw, MAX_BYTES, "stdin")
+    if sys.stdin is None or sys.stdin.isatty():
+        return b""
+    waiting = threading.Timer(PATIENCE_S, note, ("reading stdin until it ends; < /dev/null asks without it.",))
+    waiting.start()
+    try:
+        return files.limited(sys.stdin.buffer.read(MAX_BYTES + 1), MAX_BYTES, "stdin")
+    finally:
+        waiting.cancel()
 
 
 def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
