@@ -265,9 +265,11 @@ class ChatScreen(Screen[None]):
     def action_panels(self) -> None:
         """Cycle from the four plain figures to all figures, to no panels, and back."""
         shown, is_all = bool(self.query_one(KvColumn).display), self.has_class("figures-all")
-        self.set_class(shown and not is_all, "figures-all")
-        self.set_class(not shown or not is_all, "panels-on")
-        self.set_class(shown and is_all, "panels-off")
+        is_off = shown and is_all
+        classes = {"figures-all": shown and not is_all, "panels-on": not is_off, "panels-off": is_off}
+        self.update_classes(classes, update=False)
+        for column in self.query("KvColumn, DetailColumn, ConversationColumn"):  # not every message
+            column.update_node_styles()
 
     def action_thinking(self) -> None:
         self.toggle_class("thoughts-on")
