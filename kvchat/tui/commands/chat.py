@@ -162,8 +162,8 @@ async def attach(chat: ChatController, argument: str) -> None:
 
 
 def unquoted(path: str) -> str:
-    """A path without quotes around it, which are allowed as in a shell, but not needed for spaces."""
-    return path.strip("\"'")
+    """A path without what a shell, or a terminal that a file is dropped on, adds to it; spaces need none of it."""
+    return path.strip("\"'").replace("\\ ", " ")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:

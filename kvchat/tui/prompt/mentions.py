@@ -22,7 +22,7 @@ from kvchat.files import read_text
 from kvchat.units import size
 
 OFFERED = 50
-MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]\S*))""")
+MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|'([^'\n]+)'|([^\s"](?:\\ |\S)*))""")
 _BEGUN = re.compile(r"""(?<!\S)@(?:"([^"\n]*)|([^\s"]*))$""")
 _PLAIN_PATH = re.compile(r"(~|\.{0,2}/)|.*\.\w{1,4}$")  # unlike a decorator such as @app.route
 PUNCTUATION = ".,;:!?)]}'"
@@ -42,8 +42,7 @@ class Part(NamedTuple):
 
 def mentioned(text: str) -> list[str]:
     """The names of the files that a text seems to mention."""
-    found = (match.groups() for match in MENTION.finditer(text))
-    return [*dict.fromkeys(quoted or _split_punctuation(bare)[0] for escaped, quoted, bare in found if not escaped)]
+    return [*dict.fromkeys(_named(found)[0] for found in MENTION.finditer(text) if not found[1])]
 
 
 def attach(parts: Iterable[Part], limit: int) -> str:
@@ -58,11 +57,10 @@ def attach(parts: Iterable[Part], limit: int) -> str:
     written, rest = "", ""
 
     def replace(found: re.Match[str]) -> str:
-        escaped, quoted, bare = found.groups()
-        name, after = (quoted, "") if quoted else _split_punctuation(bare)
-        if escaped:
+        name, after, is_quoted = _named(found)
+        if found[1]:
             return found[0][_is_meant(found) :]
-        if not _is_file(name, bool(quoted)):
+        if not _is_file(name, is_quoted):
             return found[0]
         if name not in files:
             room = limit - sum(len(text.encode("utf-8", "replace")) for text in files.values())
@@ -143,6 +141,15 @@ def _suggest(folder: str, entry: Entry) -> Suggestion:
     return Suggestion(path, entry.name, "" if entry.size is None else size(entry.size))
 
 
+def _named(found: re.Match[str]) -> tuple[str, str, bool]:
+    """The name in a mention, the punctuation after it, and True if it is quoted.
+
+    A terminal pastes the path of a file that is dropped on it in single quotes, or with a backslash before a space.
+    """
+    _, double, single, bare = found.groups()
+    return (double or single, "", True) if bare is None else (*_split_punctuation(bare.replace("\\ ", " ")), False)
+
+
 def _split_punctuation(name: str) -> tuple[str, str]:
     """A mentioned name without the sentence's punctuation after it, and the punctuation."""
     bare = name.rstrip(PUNCTUATION)
@@ -172,9 +179,9 @@ def _is_file(name: str, is_quoted: bool) -> bool:
 
 def _is_meant(found: re.Match[str]) -> bool:
     """True if a mention means a file, even one that does not exist."""
-    _, quoted, bare = found.groups()
+    name, _, is_quoted = _named(found)
     try:
-        return _is_file(quoted or _split_punctuation(bare)[0], bool(quoted))
+        return _is_file(name, is_quoted)
     except UsageError:
         return True
 

@@ -32,6 +32,8 @@ def attached(text: str, limit: int = LIMIT) -> str:
         ('"@notes.txt" or @./sub/Deep.py.', "./sub/Deep.py", '"@notes.txt" or ./sub/Deep.py.'),
         ('sum up @"a file.md", please', "a file.md", "sum up a file.md, please"),
         ('@"~/at home.txt"\nread it', "~/at home.txt", "~/at home.txt\nread it"),
+        ("@'a file.md' dropped", "a file.md", "a file.md dropped"),
+        (r"@a\ file.md, dropped", "a file.md", "a file.md, dropped"),
     ],
 )
 def test_a_mentioned_file_goes_before_what_was_written(folder, typed, name, written):
