@@ -1,5 +1,5 @@
-"""Loads a model, talks with it, switches its KV mode: in a process of its own, or from Python."""
+"""Loads a model, answers with it and switches its KV mode, in a separate process or directly from Python."""
 
 from kvchat.libraries import prepare_transformers
 
-prepare_transformers()  # before any module of the engine imports it
+prepare_transformers()  # before any module of the engine imports transformers

@@ -1,6 +1,6 @@
-"""``python -m kvchat.engine PID``: the engine's process, which ends with the process PID that starts it.
+"""``python -m kvchat.engine PID``: the engine process, which ends with the process PID that started it.
 
-It is tied to that before anything else is imported, which takes a second where much else runs.
+That is arranged before the other imports, which take a second on a busy machine.
 """
 
 from __future__ import annotations

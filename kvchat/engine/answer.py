@@ -1,4 +1,4 @@
-"""AnswerLoop: reads a prompt, then draws, stores and decodes tokens; between two of them the mode may change."""
+"""AnswerLoop: prefills a prompt, then samples, stores and decodes tokens; the mode may change between two of them."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ from kvchat.protocol.messages import (
 
 T = TypeVar("T")
 Between = Callable[[int], None]
-MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory again
-LEAST_LOGPROB = -9999.0  # of a token that is ruled out; JSON has no infinity
-LEAST_TIMED = 8  # rounds of a short answer that tell how long a token takes
+MEMORY_TOKENS = 256  # generated tokens after which auto checks the memory again
+LEAST_LOGPROB = -9999.0  # of an impossible token, because JSON has no infinity
+LEAST_TIMED = 8  # rounds that an answer must have to show how long a token takes
 
 
 class Released:
-    """``_release`` deletes the attributes that ``_held`` names; using one of them afterwards raises ``UsageError``."""
+    """Raises ``UsageError`` when an attribute named in ``_held`` is used after ``_release`` deleted it."""
 
     _held: ClassVar[tuple[str, ...]] = ()
 
     def _release(self) -> None:
-        """Delete them; may be called again."""
+        """Delete the attributes; may be called again."""
         for name in self._held:
             self.__dict__.pop(name, None)
 
-    if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelled attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in self._held:
@@ -71,10 +71,10 @@ class Released:
 
 
 class SessionLock:
-    """Lets only one answer or rebuild work on the stored tokens, in the process that loaded the model.
+    """Lets only one answer or rebuild use the stored tokens, and only in the process that loaded the model.
 
-    Whatever changes what is stored or read does so inside ``with``, where one thread is alone and may enter again.
-    With ``is_closed`` whatever is in progress ends.
+    Code that changes what is stored or read runs inside ``with``: only one thread may be inside, and it may enter
+    again. Setting ``is_closed`` ends any work in progress.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SessionLock:
         self.is_closed = False
 
     def __enter__(self) -> None:
-        """Let no other thread in until the block ends."""
+        """Keep other threads out until the block ends."""
         self.check_process()
         if not self._inside.acquire(blocking=False):
             raise _in_use()
@@ -94,11 +94,11 @@ class SessionLock:
 
     @property
     def is_forked(self) -> bool:
-        """True in a fork of the process that loaded the model, which has the same files open."""
+        """True in a fork of the process that loaded the model; both have the same files open."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Refuse to work in a forked process: torch's threads are not there, and it would wait for them for ever."""
+        """Refuse to work in a forked process: torch's threads do not exist there, so it would wait for them forever."""
         if self.is_forked:
             raise UsageError(
                 "A session cannot be used in a forked process.",
@@ -113,13 +113,13 @@ class SessionLock:
                 raise _busy()
 
     def in_turn(self, events: Generator[T, None, None]) -> Iterator[T]:
-        """The events of work that is in progress until they end or are closed.
+        """Yield the events of one piece of work until they end or are closed.
 
-        Another thread may be inside only between two of them.
+        Another thread may be inside only between two events.
 
         Raises:
-            UsageError: other work is in progress, or another thread is inside when the next event is asked for; the
-                events then end. They also end after ``close`` and in a forked process.
+            UsageError: other work is in progress, another thread is inside when the next event is requested, the
+                session was closed, or this is a forked process. The events then end.
         """
         self.check_process()
         if not self._working.acquire(blocking=False):
@@ -135,7 +135,7 @@ class SessionLock:
                             raise _closed()
                         event = next(events, None)
             finally:
-                # Cleaning up waits for a thread that is inside; in a fork none would ever leave.
+                # Closing the events waits for a thread that is inside; in a fork no such thread would ever leave.
                 with nullcontext() if self.is_forked else self._inside:
                     events.close()
         finally:
@@ -143,9 +143,9 @@ class SessionLock:
 
 
 class AnswerLoop(Released):
-    """Answers conversations with one model; ``stored`` is what its K/V stand for.
+    """Answers conversations with one model; ``stored`` describes the tokens whose K/V are stored.
 
-    ``token_ids`` are the ids generated by the last answer; they stay after ``close``.
+    ``token_ids`` are the ids generated by the last answer; they remain after ``close``.
     """
 
     _held = ("_runner", "_model", "_kv", "_switcher", "metrics")
@@ -167,17 +167,17 @@ class AnswerLoop(Released):
         self._kv = runner.kv
         self._switcher = switcher
         self.metrics = metrics
-        self._vocabulary: Vocabulary | None = None  # of llguidance, once it is needed
+        self._vocabulary: Vocabulary | None = None  # llguidance's, built when it is first needed
         self._canceled = threading.Event()
         self.lock = SessionLock()
 
     def set_template_args(self, args: Sequence[str]) -> None:
         """Render conversations with these variables of the chat template from now on.
 
-        What is stored stays: of the next prompt as much is reused as it has in common.
+        The stored tokens stay; the next prompt reuses the prefix that it shares with them.
 
         Raises:
-            UsageError: one is not written as KEY=VALUE, or another answer is in progress.
+            UsageError: an argument is not written as KEY=VALUE, or an answer is in progress.
         """
         self.lock.check_idle()
         self.encoder = PromptEncoder(self._model.tokenizer, parse_args(args))
@@ -185,25 +185,25 @@ class AnswerLoop(Released):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end an answer: those that the model's files name and the one that its template writes."""
+        """Tokens that end an answer: those named in the model's files, and the one that the template writes."""
         return self._model.eos_ids | self.encoder.turn_end
 
     def close(self) -> None:
-        """Let go of the model; an answer in progress does not go on."""
+        """Release the model; an answer in progress ends."""
         self.lock.is_closed = True
         self._release()
 
     def announce(self) -> None:
-        """Announce an answer or a rebuild: from now on ``cancel`` ends it.
+        """Announce an answer or a rebuild, which ``cancel`` can end from now on.
 
         Raises:
-            UsageError: another is in progress.
+            UsageError: another one is in progress.
         """
         self.lock.check_idle()
         self._canceled.clear()
 
     def cancel(self) -> None:
-        """End the answer after the current token or chunk of the prompt; callable from any thread."""
+        """End the answer after the current token or prefill chunk; callable from any thread."""
         self._canceled.set()
 
     @property
@@ -220,7 +220,7 @@ class AnswerLoop(Released):
         json_schema: str = "",
         top_logprobs: int | None = None,
     ) -> Iterator[Event]:
-        """``Session.answer``, after ``announce``."""
+        """Answer as ``Session.answer`` does, after ``announce``."""
         with explained(self._kv, "answering"), self._all_noted():
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
@@ -233,7 +233,7 @@ class AnswerLoop(Released):
                 grammar = Grammar(self._vocabulary, json_schema)
             self.token_ids = []
             self._switcher.narrow()
-            self.forget(prompt.reused)  # first: messages pinned in another conversation must not count
+            self.forget(prompt.reused)  # before the next calls, so that another conversation's pins do not count
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
             end = len(prompt.ids) + min(sampling.max_new_tokens, AHEAD)
             yield from self._follow_auto(end)
@@ -264,11 +264,11 @@ class AnswerLoop(Released):
         thought: str,
         top_logprobs: int | None,
     ) -> Iterator[Event]:
-        """Draw and store tokens; after the end of the ``thought`` they must follow the ``grammar``."""
+        """Sample and store tokens; after the end of the ``thought`` they must match the ``grammar``."""
         sampling = sampler.sampling
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared, checked_at, memory_checked_at = None, 0, 0
-        scores: list[Score] = []  # of tokens whose text is not shown yet
+        scores: list[Score] = []  # of tokens whose text has not been emitted yet
         while not (reason := self.end_reason(text, len(self.token_ids), sampling, between)):
             if self._switcher.auto.is_on and len(self.token_ids) >= checked_at + RATE_TOKENS:
                 checked_at = len(self.token_ids)
@@ -292,7 +292,7 @@ class AnswerLoop(Released):
             if self._runner.graphs.prepares and self._kv.mode is not prepared:
                 prepared = self._kv.mode
                 yield Preparing(prepared.name)
-            # On a GPU the step only begins here, and runs while the text is decoded and shown.
+            # On a GPU this only launches the step, which runs while the text is decoded and emitted.
             most = min(sampling.max_new_tokens - len(self.token_ids), self._runner.rows - 1)
             accepted, logits = yield from self._advance(token, sampler, 0 if grammar or scores else most)
             shown = 0
@@ -305,7 +305,7 @@ class AnswerLoop(Released):
                     self.token_ids.append(draft)
                     shown += 1
                     yield from self._shown(text, draft)
-            finally:  # closed in between too
+            finally:  # also if the generator is closed between two drafts
                 if shown < len(accepted) and not (self.lock.is_closed or self.lock.is_forked):
                     self._forget_drafts(len(accepted), shown)
         if piece := text.finish():
@@ -315,10 +315,10 @@ class AnswerLoop(Released):
         yield Finished(reason, text.shown, self.metrics.stats(answer))
 
     def _advance(self, token: int, sampler: Sampler, most: int) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
-        """Store the drawn ``token`` and up to ``most`` drafts after it that the sampler draws too.
+        """Store the sampled ``token`` and up to ``most`` drafts after it that the sampler also chooses.
 
-        Returns the accepted drafts and the logits ``[vocab]`` after the last token. If a round fails it is undone,
-        drafts are off from then on, and ``token`` is stored by a step.
+        Returns the accepted drafts and the logits ``[vocab]`` after the last token. A round that fails is undone;
+        drafts are then turned off and ``token`` is stored by a single step.
         """
         mode, drafter = self._kv.mode, self._kv.mode.drafter
         recovers = mode.parameters.recovery or self._runner.recurrent.exists
@@ -330,14 +330,14 @@ class AnswerLoop(Released):
                         return verified
             except KvchatError as error:
                 drafter.failed = True
-                with suppress(DoesNotFitError):  # forgotten all the same, and the step fills the slots
+                with suppress(DoesNotFitError):  # the tokens are forgotten anyway, and the step fills the slots
                     self.forget(total)
                 sampler.set_state(before)
                 yield Noted(f"Drafts are off for this answer and later ones, until draft is set again: {error}")
         return [], self.step(token)
 
     def _round(self, drafter: Drafter, token: int, sampler: Sampler, most: int) -> tuple[Sequence[int], Tensor] | None:
-        """``_advance`` by a round of drafts; None, and nothing is stored, where ``drafter`` has none."""
+        """Return ``_advance`` by one round of drafts, or None, with nothing stored, if ``drafter`` has no drafts."""
         if not (drafts := self._drafts(drafter, token, sampler, most)):
             return None
         logits = self._runner.verify([token, *drafts])
@@ -349,10 +349,10 @@ class AnswerLoop(Released):
         return drafts[:accepted], logits[accepted]
 
     def _drafts(self, drafter: Drafter, token: int, sampler: Sampler, most: int) -> list[int]:
-        """The drafts of ``drafter`` after ``token``; guesses are drawn with the answer's own random numbers."""
+        """Return the drafts after ``token``; guesses are sampled with the answer's own random numbers."""
         drafter.begin(self.stored.ids)
         has_guessed = False
-        with ExitStack() as guessing:  # entered by the first guess, so that looked-up drafts cost nothing
+        with ExitStack() as guessing:  # entered at the first guess, so that prompt lookup costs nothing
 
             def guess(last: int, tokens: int) -> list[int]:
                 nonlocal has_guessed
@@ -365,7 +365,7 @@ class AnswerLoop(Released):
             return drafter.draft(token, most, self.ends, guess)
 
     def _forget_drafts(self, drafts: int, kept: int) -> None:
-        """Forget all but the first ``kept`` of the last ``drafts`` tokens, which one forward verified."""
+        """Forget all but the first ``kept`` of the last ``drafts`` tokens, which one forward pass verified."""
         self._runner.end_at(kept)
         self.forget(self._kv.total - drafts + kept)
 
@@ -377,7 +377,7 @@ class AnswerLoop(Released):
                 scores.clear()
 
     def _score(self, logits: Tensor, token: int, most: int) -> Score:
-        """A drawn token and the ``most`` likeliest by the model's ``logits`` [vocab]."""
+        """Score a sampled token and the ``most`` likeliest tokens of ``logits [vocab]``."""
         logprobs = logits.float().log_softmax(0)
         values, ids = logprobs.topk(min(most, len(logprobs)))
         likeliest = zip(ids.tolist(), values.clamp(min=LEAST_LOGPROB).tolist(), strict=True)
@@ -387,7 +387,7 @@ class AnswerLoop(Released):
     def end_reason(
         self, text: AnswerText, tokens: int, sampling: Sampling, between: Between = lambda tokens: None
     ) -> str:
-        """Why the answer ends after so many ``tokens``, empty if it goes on; the mode may change only here."""
+        """Return why the answer ends after ``tokens`` tokens, or ""; the mode may change only here."""
         with self._runner.thread_budget:
             self.metrics.sample_coverage()
         between(tokens)
@@ -410,7 +410,7 @@ class AnswerLoop(Released):
         answer: AnswerMetrics,
         grammar: Grammar | None,
     ) -> Generator[Event, None, tuple[Tensor, AnswerText]]:
-        """Carry out one level; the logits and the text to go on from."""
+        """Carry out one recovery level; return the logits and the text to continue from."""
         level, trigger = due
         self._switcher.recover("FR" if level == "RR" else level)
         answer.recoveries += 1
@@ -423,7 +423,7 @@ class AnswerLoop(Released):
         answer.withdrawn += tokens
         del self.token_ids[-tokens:]
         kept = self.text_of(monitor.sampler.sampling, self.token_ids, text.in_thought)
-        # The token before the first withdrawn one is read again, exactly: its logits are needed.
+        # The token before the first withdrawn one is prefilled again, because its logits are needed.
         last = self.stored.ids[-tokens - 1]
         self.forget(self._kv.total - tokens - 1)
         logits = self.prefill([last])
@@ -433,7 +433,7 @@ class AnswerLoop(Released):
     # ---- modes
 
     def switched(self, switch: Callable[[], int]) -> Switched:
-        """Time a switch, which returns the bytes that it moved, and note it."""
+        """Time a switch, which returns the bytes that it moved, and record it."""
         before, began = self._kv.mode.name, time.perf_counter()
         moved = switch()
         seconds, switcher = time.perf_counter() - began, self._switcher
@@ -443,14 +443,14 @@ class AnswerLoop(Released):
         return Switched(before, mode, params, self._kv.total, moved, seconds, reduced, given, switcher.auto.line)
 
     def _follow_auto(self, tokens: int, measured: float | None = None) -> Iterator[Event]:
-        """Enter auto's choice for an answer that ends at ``tokens``; ``Switched`` or ``Noted`` says so."""
+        """Enter the mode that auto chooses for an answer that ends at ``tokens``; ``Switched`` or ``Noted`` says so."""
         if choice := self._switcher.decide(tokens, measured):
             before = self._switcher.parameters
             switched = self.switched(lambda: self._switcher.follow(choice, tokens, measured))
             yield switched if self._switcher.parameters != before else Noted(switched.auto)
 
     def _follow_time(self, answer: AnswerMetrics, is_due: bool) -> Iterator[Event]:
-        """In an answer, let auto choose again where tokens take too long, and where it ``is_due`` for the memory."""
+        """Let auto choose again during an answer if tokens take too long, or if its memory check ``is_due``."""
         measured = self._measured(answer, RATE_TOKENS)
         if measured and (is_due or self._switcher.auto.is_slow(measured)):
             self._switcher.note_speed(measured)
@@ -458,34 +458,33 @@ class AnswerLoop(Released):
 
     @staticmethod
     def _measured(answer: AnswerMetrics, least: int) -> float | None:
-        """Seconds a token; None while loops are being compiled, because it is slower without them."""
+        """Return seconds per token; None while loops are being compiled, because it is slower without them."""
         is_compiling = any(not known.is_set() for known in cpu_ops.awaited.values())
         return None if is_compiling else answer.typical_s(least)
 
     # ---- pinned messages
 
     def pinned(self, turns: Sequence[Turn]) -> list[int]:
-        """The positions of the tokens of pinned turns, and of a pinned system prompt.
+        """Return the positions of the tokens of pinned turns and of a pinned system prompt.
 
         Raises:
-            UsageError: they and a pinned system prompt leave the model too little of its context for the rest, or the
-                template refuses.
+            UsageError: they leave too little of the model's context for the rest, or the template refuses.
         """
         found = self.encoder.pinned(turns, self.stored, self._switcher.parameters.pin_system)
         self._switcher.check_pinned(self._switcher.parameters, self.encoder.system_tokens(turns), found)
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:
-        """Attend from now on to a conversation's pinned turns that are stored, and to its system prompt."""
+        """From now on read a conversation's pinned turns, as far as they are stored, and its system prompt."""
         ids = self.encoder.ids_of(self.encoder.render(turns) if turns else "", self.stored)
-        there = common_prefix(self.stored.ids, ids)
-        self._runner.pin([position for position in self.pinned(turns) if position < there])
+        common = common_prefix(self.stored.ids, ids)
+        self._runner.pin([position for position in self.pinned(turns) if position < common])
         self._switcher.narrow()
-        with suppress(DoesNotFitError):  # the next question tells
+        with suppress(DoesNotFitError):  # the next question reports it
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
 
     def pin_stored(self, positions: Sequence[int]) -> None:
-        """Pin those of ``positions`` that are stored."""
+        """Pin the ``positions`` that are stored."""
         self._runner.pin([position for position in positions if position < self._kv.total])
 
     def _pin_beyond_context(self, positions: Sequence[int]) -> None:
@@ -495,7 +494,7 @@ class AnswerLoop(Released):
     # ---- tokens in and out of the KV manager
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
-        """Store ``ids`` exactly; the next token's logits ``[vocab]``."""
+        """Store ``ids`` exactly; return the next token's logits ``[vocab]``."""
         last = None
         for chunk, logits in self._runner.prefill(ids):
             self._store(chunk)
@@ -504,7 +503,7 @@ class AnswerLoop(Released):
         return last
 
     def step(self, token: int) -> Tensor:
-        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``."""
+        """Store ``token``, reading what the mode chooses; return the next token's logits ``[vocab]``."""
         if self.is_full():
             self._switcher.check_context(self._kv.total + 1)
         logits = self._runner.step(token)
@@ -514,7 +513,7 @@ class AnswerLoop(Released):
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens`` stored tokens.
 
-        The last of them is read again, because by its query modes choose what the next token reads; it counts as
+        The last one is prefilled again, because modes use its query to choose what the next token reads. It counts as
         reduced if it did before.
         """
         if not 0 < tokens < self._kv.total:
@@ -529,14 +528,14 @@ class AnswerLoop(Released):
         self.stored.reduced = whole.reduced
 
     def forget(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``; those that follow are prefilled at once."""
+        """Forget all but the first ``tokens``, before the caller stores the next ones."""
         if tokens < self._kv.total:
-            self.stored.truncate(tokens)  # first: if filling the slots fails, these tokens are forgotten all the same
+            self.stored.truncate(tokens)  # first, so that the tokens are forgotten even if filling the slots fails
             self._runner.truncate(tokens)
 
     def rebuild(self) -> Iterator[Event]:
-        """``Session.rebuild``, after ``announce``."""
-        with explained(self._kv, "reading again"):
+        """Rebuild as ``Session.rebuild`` does, after ``announce``."""
+        with explained(self._kv, "rebuilding the K/V"):
             self._switcher.check_context(self._kv.total)
             first = min(self.stored.first_reduced, self._kv.state.first_quantized)
             whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()
@@ -548,7 +547,7 @@ class AnswerLoop(Released):
             yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
     def read_prompt(self, ids: Sequence[int], pinned: Sequence[int] = ()) -> Generator[Event, None, Tensor | None]:
-        """Prefill with progress; return the logits, None if canceled. What was read is stored either way.
+        """Prefill and report progress; return the logits, or None if canceled. The tokens read stay stored.
 
         Beyond the context, where a prompt does not read everything, it reads ``pinned`` tokens once they are stored.
         """
@@ -569,7 +568,7 @@ class AnswerLoop(Released):
 
     @contextmanager
     def _all_noted(self) -> Iterator[None]:
-        """If something fails after tokens were stored and before they were noted, forget them."""
+        """After a failure, forget the tokens that the KV manager stored and ``stored`` does not list yet."""
         try:
             yield
         except (Exception, KeyboardInterrupt):
@@ -578,11 +577,11 @@ class AnswerLoop(Released):
             raise
 
     def _store(self, chunk: Sequence[int]) -> None:
-        """Note a chunk of a prompt that the runner has read."""
+        """Add a prompt chunk that the runner has prefilled to ``stored``."""
         self.stored.extend(chunk, reduced=self._kv.mode.context_policy.limits_prompt(self._kv.total))
 
     def ending(self, turns: Sequence[Turn], sampling: Sampling) -> Sampling:
-        """``sampling`` with the stop strings of the model and its template, unless the prompt is plain text.
+        """Return ``sampling`` with the stop strings of the model and its template, unless the prompt is plain text.
 
         Raises:
             UsageError: a setting is out of range.
@@ -592,18 +591,18 @@ class AnswerLoop(Released):
         return replace(checked, stop=(*checked.stop, *own))
 
     def sampler(self, sampling: Sampling) -> Sampler:
-        """A sampler for one answer; it may refuse ``sampling``."""
+        """Make the sampler of one answer; it may refuse ``sampling``."""
         return Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
-        """The text of an answer that begins with ``tokens``, perhaps ``in_thought``."""
+        """Return the text of an answer that begins with ``tokens``, perhaps ``in_thought``."""
         text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls)
         for token in tokens:
             text.add(token)
         return text
 
     def is_full(self) -> bool:
-        """True if the mode can store no further token."""
+        """True if the mode can store no more tokens."""
         return self._kv.mode.context_policy.is_final and self._kv.total >= self._model.context
 
 

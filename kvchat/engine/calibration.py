@@ -1,11 +1,11 @@
-"""Calibration: measures which KV heads of a model attend alike and which retrieve, for sync, and keeps it.
+"""Calibration for sync: measures which KV heads attend alike and which retrieve, and saves the result.
 
-Each text is read once with attention that records its weights (SyncKV, section 4.1 and appendix B.1): the weights of a
+Each text is read once with attention that records its weights (SyncKV, section 4.1 and appendix B.1). The weights of a
 KV head are the maxima over its query heads; S is the mean overlap coefficient of the heads' k most attended tokens. The
-paper samples 50 articles; the samples here also hide a run of tokens in each text and repeat it at the end, so that a
-head's retrieval score needs no labels: it is the attention mass on the run while the run is being repeated.
+paper samples 50 articles. The samples here also hide a run of tokens in each text and repeat it at the end, so that a
+head's retrieval score needs no labels: it is the attention mass on the run while the run is repeated.
 
-Decision: steps with fewer than 2k tokens before them are left out of S, because any two heads overlap there.
+Decision: S excludes steps with fewer than 2k tokens before them, because there any two heads overlap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids with a run at ``source`` (inclusive, exclusive) that is repeated at the end."""
+    """Token ids with a run at ``source`` (start, end) that is repeated at the end."""
 
     ids: list[int]
     source: tuple[int, int]
@@ -61,7 +61,7 @@ def calibrate(
     clusters: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
-    """Measure the KV heads on ``samples``; ``progress`` is called with the samples read and their number.
+    """Measure the KV heads on ``samples``; call ``progress`` with the samples read and their total number.
 
     Raises:
         UsageError: there are no samples, or ``clusters`` is below 1 or above the number of KV heads.
@@ -75,7 +75,7 @@ def calibrate(
     if clusters is not None and not 1 <= clusters <= model.kv_heads:
         raise UsageError(
             f"{clusters} clusters are not possible.",
-            f"The model has {model.kv_heads} KV heads a layer.",
+            f"The model has {model.kv_heads} KV heads per layer.",
             "Use at most that many clusters.",
         )
     recorder = Recorder(model)
@@ -93,7 +93,7 @@ def calibrate(
 
 
 class Recorder:
-    """An ``AttentionBackend`` that sums, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``."""
+    """An ``AttentionBackend`` that sums, for each layer, overlaps ``[H, H]`` and attention mass on the run ``[H]``."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -103,7 +103,7 @@ class Recorder:
         self._read = 0
 
     def read(self, sample: Sample) -> None:
-        """Run one forward over ``sample`` and add what it measures."""
+        """Run one forward pass over ``sample`` and add its measurements."""
         self._sample = sample
         ids = torch.tensor(sample.ids, device=self._model.device)
         positions = torch.arange(len(ids), device=ids.device)
@@ -111,11 +111,11 @@ class Recorder:
         self._read += 1
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` as means over the samples, on the CPU."""
+        """Return similarity ``[layers, H, H]`` and retrieval ``[layers, H]``, averaged over the samples, on the CPU."""
         return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Dense causal attention ``[H_q, n, d_v]``, one KV head at a time to bound the memory of the weights."""
+        """Dense causal attention ``[H_q, n, d_v]``, one KV head at a time to limit the memory of the weights."""
         parts, pooled = [], []
         group = len(query) // len(key)
         for head in range(len(key)):
@@ -128,9 +128,9 @@ class Recorder:
         return torch.cat(parts)
 
     def _record(self, layer: int, pooled: list[Tensor]) -> None:
-        """``pooled`` are the KV heads' weights ``[n, n]``."""
+        """Add one layer's weights, given for each KV head as ``[n, n]``."""
         first, last = self._sample.source
-        # A token of the repetition is predicted by the one before it.
+        # The token before a repeated one predicts it.
         repeating = slice(-self._sample.run - 1, -1)
         self._mass[layer] += torch.stack([w[repeating, first:last].sum(1).mean() for w in pooled])
         sets = torch.stack([_top_sets(w[2 * TOP :]) for w in pooled]).flatten(1)
@@ -138,7 +138,7 @@ class Recorder:
 
 
 def _top_sets(weights: Tensor) -> Tensor:
-    """The ``TOP`` most attended tokens of each step as 0 and 1, ``[steps, n]``."""
+    """Return the ``TOP`` most attended tokens of each step as 0 and 1, ``[steps, n]``."""
     return torch.zeros_like(weights).scatter_(1, weights.topk(TOP, 1).indices, 1.0)
 
 
@@ -146,7 +146,7 @@ def _top_sets(weights: Tensor) -> Tensor:
 
 
 def default_samples(model: LoadedModel) -> list[Sample]:
-    """Seeded synthetic sentences that hide, in turns, a fact and a run of random tokens."""
+    """Return seeded synthetic texts that hide a fact and a run of random tokens in turn."""
     samples = []
     for seed in range(TEXTS):
         ids = _filler_ids(model, seed)
@@ -157,20 +157,20 @@ def default_samples(model: LoadedModel) -> list[Sample]:
 
 
 def samples_of(ids: Sequence[int], limit: int = TEXTS) -> list[Sample]:
-    """Samples of a text's own tokens: each part hides a run of random ones among them."""
+    """Split a text's own tokens into samples; each hides a run drawn at random from its tokens."""
     parts = [list(ids[i : i + TEXT_TOKENS]) for i in range(0, len(ids), TEXT_TOKENS)][:limit]
     random_ = random.Random(0)
     return [_hidden(part, random_.choices(part, k=RUN_TOKENS), random_) for part in parts if len(part) >= MIN_TOKENS]
 
 
 def on_prompt(model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """A calibration from a prompt's own tokens, for models that have none; None if it is too short."""
+    """Calibrate on a prompt's own tokens, for a model without a calibration; None if the prompt is too short."""
     samples = samples_of(ids, PROMPT_PARTS)
     return calibrate(model, samples, f"this prompt, in {count(len(samples), 'part')}") if samples else None
 
 
 def file_samples(model: LoadedModel, files: Iterable[Path]) -> list[Sample]:
-    """Samples of UTF-8 text files.
+    """Return samples from UTF-8 text files.
 
     Raises:
         UsageError: a file cannot be read.
@@ -197,13 +197,13 @@ def _fact(model: LoadedModel, random_: random.Random) -> list[int]:
 
 
 def _hidden(ids: list[int], run: list[int], random_: random.Random) -> Sample:
-    """``run`` inside ``ids``, and again at the end."""
+    """Insert ``run`` into ``ids``, and append it at the end."""
     at = random_.randrange(len(ids) // 8, len(ids) // 2)
     return Sample([*ids[:at], *run, *ids[at:], *run], (at, at + len(run)))
 
 
 def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]]:
-    """Each layer's representatives by "retrieval" or "centroid"."""
+    """Return each layer's representatives by "retrieval" or "centroid"."""
     return [layer.representatives for layer in roles(calibration, calibration.clusters, rule)]
 
 
@@ -211,9 +211,9 @@ def representatives(calibration: Calibration, rule: str) -> list[tuple[int, ...]
 
 
 def find(revision: str, problem: Callable[[UsageError], object] = lambda error: None) -> Calibration | None:
-    """The calibration of a model's revision: the person's own, else the one shipped, else None.
+    """Return the calibration of a model's revision: the user's own, else the bundled one, else None.
 
-    A file that is damaged or closed to us is left out; ``problem`` is called with its refusal.
+    A damaged or unreadable file is skipped; ``problem`` is called with the error.
     """
     for folder in (paths.calibration_dir(), paths.bundled_calibration_dir()):
         file = folder / f"{revision}.json"
@@ -230,12 +230,11 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
 
 
 def notes(model: LoadedModel, mode: Mode) -> tuple[str, ...]:
-    """A note to the user if the mode in use must measure the model itself, because the model is not calibrated."""
+    """Return a note to the user if the mode in use must measure an uncalibrated model itself."""
     if not mode.needs_calibration:
         return ()
-    return (
-        f"The first long prompt measures the model for {mode.name} mode; more exactly: kvchat calibrate {model.name}",
-    )
+    better = f"For a more exact result: kvchat calibrate {model.name}"
+    return (f"The first long prompt measures the model for {mode.name} mode. {better}",)
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:

@@ -1,11 +1,11 @@
-"""What a token would take on a graphics card that is not here: computed from its data sheet, not measured.
+"""Compute the time per token on a GPU that is not installed, from its data sheet; nothing here is measured.
 
-The sums are auto's (``kvchat.kv.auto``): bytes read from the card's memory and over its link by their rates, of which
-``REACHED`` is taken. What a step costs beside its bytes (launches, choosing, waiting) is not in them: ``MEASURED`` says
-how many times as long each setup took where it was measured.
+The formulas are auto's (``kvchat.kv.auto``): bytes read from GPU memory and over PCIe, divided by ``REACHED`` of the
+data sheet's rates. They exclude what a step costs besides its bytes (kernel launches, choosing tokens, waiting):
+``MEASURED`` says how many times longer each setup took where it was measured.
 
 A round of drafts costs its drafts, each of which reads what is on the device, and one step that reads everything for
-all of them (Leviathan et al., arXiv:2211.17192, section 3.3, with the costs of this step).
+all of them (Leviathan et al., arXiv:2211.17192, section 3.3, with this step's costs).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CONTEXTS = (8192, 32_768, 131_072)
 MODES = (FreezeParameters.name, SyncParameters.name, COMPARED, HOLDS_LEAST)
 DTYPE = "bfloat16"
 DRAFTED = ", draft=window"
-# Of a data sheet's rates: an H200 read 4,265 of 4,800 GB/s and copied 54.5 of 63.0 from pinned memory.
+# Reached share of a data sheet's rates: an H200 read 4,265 of 4,800 GB/s and copied 54.5 of 63.0 from pinned memory.
 REACHED = 0.87
-# Measured over computed on that H200, of an 8B in bfloat16 after 32,768 tokens with a budget of 2,080, of which a
-# quarter was new at a step. Full over the link staged nothing then, and took 1.09 times the sum of both readings.
+# Measured time divided by computed time on that H200: an 8B model in bfloat16 after 32,768 tokens, budget 2,080, of
+# which a quarter was new at each step. Full that read from RAM staged nothing then: 1.09 times the sum of both reads.
 MEASURED = {
     REFERENCE: 1.29,
     FreezeParameters.name: 1.68,
@@ -45,20 +45,20 @@ MEASURED = {
     COMPARED: 1.60,
     HOLDS_LEAST: 1.31,
 }
-# Share of a window's drafts that is what full draws: SmolLM2's over 105 tokens of a book after 3,000, 512 read, greedy
-# 0.857 and at temperature 0.8 0.866; measured once.
+# Share of drafts from a window that full also samples: SmolLM2 over 105 tokens of a book after 3,000, reading 512:
+# 0.857 greedy and 0.866 at temperature 0.8; measured once.
 ACCEPTED = 0.86
-ROW = 0.02  # of the time to read the weights, a row more of one forward takes; assumed, not measured
-HOST_FREE = 2**50  # bytes: as much as is needed
+ROW = 0.02  # added cost of one more row in a forward pass, as a share of reading the weights; assumed, not measured
+HOST_FREE = 2**50  # bytes, more than any model needs
 ON_LINK = ", cpu=0"
 
 
 class Card(NamedTuple):
-    """A data sheet: memory in GiB, its rate and that of the link in GB/s, compute capability.
+    """A data sheet: memory in GiB, memory and PCIe bandwidth in GB/s, compute capability.
 
-    ``ram`` is the rate of what is assumed beside it, which the CPU and the link share: two channels of DDR4-3200,
-    DDR5-4800 or DDR5-5600, eight of DDR5-4800. The CPU is taken to read all that the link leaves: one core of an AMD
-    EPYC attends to 10.4 GB/s of an 8B's K/V (measured once, by processor time).
+    ``ram`` is the assumed bandwidth of RAM in GB/s, which the CPU and PCIe share: two channels of DDR4-3200, DDR5-4800
+    or DDR5-5600, or eight of DDR5-4800. The CPU is assumed to read all that PCIe leaves: one core of an AMD EPYC
+    attends to 10.4 GB/s of an 8B model's K/V (measured once, by processor time).
     """
 
     memory: float
@@ -78,9 +78,9 @@ CARDS = {
 
 @dataclass(frozen=True)
 class CardCosts:
-    """Milliseconds a token, by setup and by the tokens stored, None where it does not fit; ``weights`` are bytes.
+    """Milliseconds per token, by setup and stored tokens, or None if it does not fit; ``weights`` are in bytes.
 
-    ``floor_ms`` is the time to read the weights, ``measured`` the ``MEASURED`` of each setup that has one.
+    ``floor_ms`` is the time to read the weights. ``measured`` are the setups' factors in ``MEASURED``.
     """
 
     card: str
@@ -94,13 +94,13 @@ class CardCosts:
 
 
 def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progress) -> list[CardCosts]:
-    """What a token takes in each mode on a card, after each of ``contexts`` tokens, with as much RAM as that needs.
+    """Return the time per token in each mode on a card after each of ``contexts`` tokens, with enough RAM for them.
 
-    For each quantization of the weights that leaves room, the largest first.
+    There is one result for each quantization of the weights that leaves room for K/V, largest first.
 
     Raises:
-        UsageError: an unknown card, dtype or parameter; ModelError: the model cannot be found or run, or has experts;
-            DoesNotFitError: its weights leave no room.
+        UsageError: the card, dtype or a parameter is unknown; ModelError: the model cannot be found or run, or has
+            experts; DoesNotFitError: its weights leave no room.
     """
     name = resolve(name, CARDS, "card")
     if load.gpus > 1:
@@ -141,7 +141,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
 def computed_ms(
     load: Load, machine: Machine, seen: Observed, contexts: Sequence[int]
 ) -> dict[str, dict[int, float | None]]:
-    """``CardCosts.computed_ms`` on a ``machine``."""
+    """Return ``CardCosts.computed_ms`` for a ``machine``."""
     rows: dict[str, dict[int, float | None]] = {}
     for tokens in contexts:
         for setup in _setups(load, machine, seen, tokens):
@@ -157,10 +157,10 @@ def computed_ms(
 
 
 def seconds_with_drafts(setup: Setup, weights_s: float, accepted: float = ACCEPTED) -> float:
-    """A token's time ``over_link`` with drafts that read nothing over it, in rounds of the best length.
+    """Return the time per token with K/V in RAM and drafts that read only the device, in rounds of the best length.
 
-    ``weights_s`` is the time to read the weights, ``accepted`` the share of drafts that go on where those before did.
-    A verification reads everything over the link, nothing on the CPU.
+    ``weights_s`` is the time to read the weights, ``accepted`` the probability that a draft is accepted if those before
+    it were. A verification reads everything over PCIe and nothing on the CPU.
     """
     whole = setup.seconds + setup.saved_seconds
     draft = whole - setup.link_seconds + ROW * weights_s
@@ -168,7 +168,7 @@ def seconds_with_drafts(setup: Setup, weights_s: float, accepted: float = ACCEPT
 
 
 def _setups(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Setup]:
-    """Full mode in all setups, then the others with their budgets."""
+    """Yield full mode in all setups, then the other modes with their budgets."""
     conversation, model = Conversation(tokens), (seen.geometry, seen.traits)
 
     def merged(mode: str, changes: modes.Params) -> modes.ModeParameters:
@@ -176,7 +176,7 @@ def _setups(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterat
 
     for setup in auto.setups(machine, *model, conversation, merged):
         if setup.parameters.name == REFERENCE and (setup.over_link or not setup.quantizes):
-            # 8 bits save nothing of what a device holds.
+            # 8-bit pages save nothing while everything fits on the device.
             yield setup
     for mode in MODES:
         yield auto.Costs(machine, *model, conversation).setup(merged(mode, {}), conversation.quantizes)

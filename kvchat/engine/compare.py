@@ -1,13 +1,13 @@
-"""Comparison: one question answered in several modes from the same K/V, and all left as it was before.
+"""Comparison: answers one question in several modes from the same K/V, then restores everything.
 
-The prompt is read once, exactly: what an earlier answer computed with less context is read again for it. Each variant
-then goes back to the prompt's last token, reads it again and answers with the same random numbers, so that variants
-differ only in what their decode steps read. A variant that drew other tokens than the first is given the first one's
-tokens in a second pass, so that the two distributions can be compared at every one of them. What all this displaces is
-checkpointed before and restored byte for byte, also when it is stopped or fails.
+The prompt is prefilled once, exactly: tokens that an earlier answer computed with reduced context are prefilled again.
+Each variant then goes back to the prompt's last token, reads it again and answers with the same random numbers, so that
+variants differ only in what their decode steps read. A variant whose tokens differ from the first variant's is fed the
+first one's tokens in a second pass, so that the two distributions can be compared at every token. Everything displaced
+is checkpointed before and restored byte for byte, even if the comparison is stopped or fails.
 
-Decision: recovery is off, because it would rewrite an answer by the answer's own course, and so are drafts, because
-each token is one step of its mode. Both are refused where a variant asks for them, and else ignored.
+Decision: recovery is off, because it would rewrite an answer depending on its own course, and drafts are off, because
+each token must be one step of its mode. A variant that asks for either is refused; otherwise both settings are ignored.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 
 PROGRESS_S = 1 / 10
-OFF = {"recovery": False, "draft": "off"}  # in a comparison each token is one step of its mode
-LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model
+OFF = {"recovery": False, "draft": "off"}
+LOGITS_BYTES = 2**27  # of logits kept per run, in RAM: 4,096 tokens of the bundled model
 
 
 @dataclass
 class Answered:
-    """The tokens of a run, the text of each and the logits that each was drawn from, as many as are kept."""
+    """The tokens of a run, the text of each, and the logits each was sampled from, as far as they are kept."""
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Answered:
     stats: Stats = field(default_factory=Stats)
 
     def keep(self, logits: Tensor) -> None:
-        """Keep a copy of ``logits [vocab]`` in host memory, while there is room."""
+        """Keep a copy of ``logits [vocab]`` in RAM, while there is room."""
         if len(self.logits) < LOGITS_BYTES // (4 * len(logits)):
             self.logits.append(logits.to("cpu", torch.float32, copy=True))
 
@@ -68,12 +68,12 @@ class Comparison:
     def run(
         self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling
     ) -> Generator[Event, None, None]:
-        """``Session.compare``, after ``ask``."""
+        """Compare as ``Session.compare`` does, after ``announce``."""
         with explained(self._runner.kv, "comparing"):
             chosen = [self._token_by_token(variant) for variant in variants]
             loop = self._loop
             sampling = loop.ending(turns, sampling.seeded())
-            loop.sampler(sampling)  # refuses before anything is moved
+            loop.sampler(sampling)  # raises for invalid settings before anything changes
             prompt = loop.encoder.encode(turns, loop.stored)
             self._switcher.check_context(len(prompt.ids))
             exact, self._pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
@@ -113,11 +113,11 @@ class Comparison:
             )
 
     def _enter(self, prompt: list[int], parameters: ModeParameters) -> Tensor:
-        """Go back to the prompt's end in a mode; the first token's logits ``[vocab]``."""
+        """Go back to the prompt's end in a mode; return the first token's logits ``[vocab]``."""
         self._loop.forget(len(prompt) - 1)
         self._switcher.enter(parameters)
         logits = self._loop.prefill(prompt[-1:])
-        self._runner.pin(self._pinned)  # the last one too
+        self._runner.pin(self._pinned)  # now including the prompt's last token
         return logits
 
     def _answer(
@@ -141,7 +141,7 @@ class Comparison:
             yield from self._progress(Comparing(index, text.shown, len(answered.tokens)))
         answered.pieces.append(text.finish())
         answered.reason = reason
-        # Every variant reads the prompt's last token alone: what that took is no figure of a prompt.
+        # Every variant reads only the prompt's last token, so its prefill figures would mean nothing.
         answered.stats = replace(self._metrics.stats(measured), ttft_s=None, prefill_tokens_per_s=None)
         yield Comparing(index, text.shown, len(answered.tokens))
         return answered
@@ -149,7 +149,7 @@ class Comparison:
     def _agreement(
         self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
     ) -> Generator[Event, None, Agreement]:
-        """Compare a run with the first one, given the first one's text."""
+        """Compare a run with the first one, fed the first one's text if the texts differ."""
         pairs = enumerate(zip(first.tokens, answered.tokens, strict=False))
         shorter = min(len(first.tokens), len(answered.tokens))
         alike = next((at for at, (one, other) in pairs if one != other), shorter)
@@ -161,7 +161,7 @@ class Comparison:
     def _given(
         self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
     ) -> Generator[Event, None, list[Tensor]]:
-        """The logits of a mode before each of the first run's tokens, given those before it; fewer if canceled."""
+        """Return a mode's logits for each of the first run's tokens, fed the tokens before; fewer if canceled."""
         given = Answered()
         given.keep(self._enter(prompt, parameters))
         text = "".join(answered.pieces)
@@ -190,7 +190,7 @@ class Comparison:
 
     @contextmanager
     def _left_as_it_was(self, start: int) -> Iterator[None]:
-        """Put the tokens from ``start`` on, their ids and the mode back at the end of the block."""
+        """Restore the tokens from ``start`` on, their ids and the mode when the block ends."""
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
         checkpoint, stored = self._runner.kv.checkpoint(start), copy.deepcopy(loop.stored)
@@ -207,27 +207,27 @@ class Comparison:
                     switcher.enter(parameters)
 
     def _restore(self, checkpoint: Checkpoint, stored: Stored) -> None:
-        """Restore what was stored; where memory runs out the next question reads it again."""
+        """Restore the stored tokens; if memory runs out, the next question prefills the missing ones again."""
         try:
-            with explained(self._runner.kv, "putting the conversation back"):
+            with explained(self._runner.kv, "restoring the conversation"):
                 self._runner.restore(checkpoint, stored.ids[checkpoint.start :])
         except DoesNotFitError:
-            there = min(checkpoint.start, self._runner.kv.total)  # of 8-bit pages only whole ones may be left
-            self._loop.stored.truncate(there)
-            self._runner.truncate(there)
+            kept = min(checkpoint.start, self._runner.kv.total)  # a truncated 8-bit page is dropped entirely
+            self._loop.stored.truncate(kept)
+            self._runner.truncate(kept)
             raise
         self._loop.stored.replace_with(stored)
 
 
 def divergence(exact: Tensor, approximate: Tensor) -> float:
-    """KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``; never below 0."""
+    """Return KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``, at least 0."""
     p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
     chances = p.exp()
     return float((chances * (p - q))[chances > 0].sum().clamp(min=0))
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:
-    """Compare logits ``[vocab]`` before the same tokens; the very first are of the prompt and left out.
+    """Compare logits ``[vocab]`` before the same tokens, except the first ones, which the prompt produced.
 
     ``alike`` is ``Agreement.first_difference``.
     """
@@ -239,5 +239,5 @@ def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[T
     if not tokens:
         return Agreement(alike)
     mean, largest = sum(divergences) / tokens, max(divergences)
-    finite = largest < float("inf")  # a token that one rules out and the other does not
+    finite = largest < float("inf")  # infinite if only one of the two gives a token probability 0
     return Agreement(alike, tokens, same / tokens, mean if finite else None, largest if finite else None)

@@ -1,6 +1,6 @@
-"""Token ids -> text while they arrive: whole characters only, and nothing of a stop string.
+"""Convert token ids to text as they arrive: whole characters only, and nothing of a stop string.
 
-``hold_back`` is for readers that cannot take back what they have shown, such as a pipe.
+``hold_back`` is for readers that cannot retract what they have shown, such as a pipe.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 REPLACEMENT = "\ufffd"
-BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, in vocabularies that spell out what they have no token for
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, in vocabularies that spell unknown text in bytes
 LONGEST_CHARACTER = 4  # bytes
-LAST_MARK = 0x10FFFD  # the last character for private use; it and those before it stand for control tokens
-MOST_HELD = 64  # ids; only garbage takes more
+LAST_MARK = 0x10FFFD  # the last private-use character; it and those before it stand for control tokens
+MOST_HELD = 64  # ids; only garbage needs more
 
 
 class Detokenizer:
     """Decodes one sequence of ids incrementally, without control tokens.
 
-    The pieces joined are what ``tokenizer.decode(ids, skip_special_tokens=True)`` gives, whatever bytes the ids are.
-    Tokens of one byte are held until another comes: one that is wrong makes all beside it unreadable. Costs a decode of
-    the ids since the last but one piece.
+    The joined pieces equal ``tokenizer.decode(ids, skip_special_tokens=True)``, whatever bytes the ids stand for.
+    One-byte tokens are held until another token comes, because one wrong byte makes its neighbors unreadable. Each step
+    decodes the ids since the last piece but one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._token = tokenizer.backend_tokenizer.id_to_token if tokenizer.is_fast else tokenizer.convert_ids_to_tokens
-        self._context: list[int] = []  # ids of the last piece: what follows is decoded behind them
+        self._context: list[int] = []  # ids of the last piece, decoded before the next one
         self._before = ""  # their text
-        self._held: list[int] = []  # ids whose text is not out yet
+        self._held: list[int] = []  # ids whose text has not been returned yet
 
     def step(self, token: int) -> str:
-        """The text that ``token`` completes; empty while a character is incomplete."""
+        """Return the text that ``token`` completes; empty while a character is incomplete."""
         self._held.append(token)
         if BYTE.fullmatch(self._token(token) or ""):
             return ""
@@ -53,7 +53,7 @@ class Detokenizer:
         return self._out(text)
 
     def flush(self) -> str:
-        """The text still held: an incomplete character as U+FFFD."""
+        """Return the text still held; an incomplete character becomes U+FFFD."""
         return self._out(self._tail()) if self._held else ""
 
     def _out(self, text: str) -> str:
@@ -68,7 +68,7 @@ class Detokenizer:
         if self._tokenizer.is_fast:
             try:
                 return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
-            except BaseException:  # only now: each token would pay for entering it
+            except BaseException:  # converted here, because entering the context manager at each token is slow
                 with explained_panics():
                     raise
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -77,8 +77,8 @@ class Detokenizer:
 class StopBuffer:
     """Cuts a text that comes in pieces before the first stop string.
 
-    Only characters that may begin a stop string are held back. The first one to be complete counts, so the result does
-    not depend on the pieces.
+    Only characters that may begin a stop string are held back. The stop string completed first counts, so the result
+    does not depend on how the text is divided.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class StopBuffer:
         self.found = ""
 
     def feed(self, piece: str) -> str:
-        """The text that is safe to show now; once ``found`` is set it is the last."""
+        """Return the text that can be shown now; once ``found`` is set it is the last."""
         text = self._held + piece
         ends = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:
@@ -98,17 +98,17 @@ class StopBuffer:
         return text[:cut]
 
     def flush(self) -> str:
-        """The characters held back, at the end of the text."""
+        """Return the characters held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
 
 class AnswerText:
-    """The text of one answer as its tokens come: what may be shown now, and what all of them decode to.
+    """The text of one answer as its tokens arrive: what can be shown now, and what all tokens decode to.
 
-    A stop string may have control tokens in it, which are no part of the text: they are matched by id. Control tokens
-    that begin or end a thought, or are ``kept``, are a part of the text. Of an answer in parts the first thought stands
-    between tags; one ``in_thought`` goes on with it, without the tag that begins it.
+    Stop strings may contain control tokens, which are not part of the text and are matched by id. Control tokens that
+    begin or end a thought, or are ``kept``, are part of the text. In an answer of several parts the first thought is
+    put between tags. An answer that starts ``in_thought`` continues the thought, without its begin tag.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AnswerText:
         self._parts = {i: content for i, content in special.items() if content in thoughts.PARTS}
         if len(self._parts) < len(thoughts.PARTS):
             self._parts = {}
-        self._head: str | None = None  # of a part, while it is written
+        self._head: str | None = None  # the head of a part, while it is generated
         self.in_thought = self._thinks = in_thought
         named = [i for i, content in special.items() if content and any(content in one for one in stop)]
         self._marks = {i: chr(LAST_MARK - number) for number, i in enumerate(named)}
@@ -139,13 +139,13 @@ class AnswerText:
         return bool(self._stops.found)
 
     def add(self, token: int) -> str:
-        """The text that ``token`` lets be shown."""
+        """Return the text that can be shown after ``token``."""
         tag, mark, part = self._tags.get(token, ""), self._marks.get(token, ""), self._parts.get(token, "")
         piece = self._detokenizer.flush() if tag or mark or part else self._detokenizer.step(token)
         return self._show(piece + tag, self._in_parts(piece, part) + (mark or tag))
 
     def finish(self) -> str:
-        """The text held back until now. Nothing may follow."""
+        """Return the text still held back; ends the answer."""
         rest = self._detokenizer.flush()
         held = self._show(rest, self._in_parts(rest, ""))
         if not self.stopped:
@@ -155,7 +155,7 @@ class AnswerText:
         return held
 
     def _in_parts(self, piece: str, mark: str) -> str:
-        """What is shown of a piece and of the control token behind it, which begins or ends a part or its head."""
+        """Return the visible text of a piece and of the control token after it, which delimits a part or its head."""
         if self._head is not None:
             self._head, piece = self._head + piece, ""
         if mark == thoughts.MESSAGE:
@@ -171,7 +171,7 @@ class AnswerText:
         return piece
 
     def _show(self, piece: str, marked: str) -> str:
-        """Show what no stop string may begin in; ``marked`` is the piece with marks for control tokens."""
+        """Show text that cannot begin a stop string; ``marked`` is the piece with marks for control tokens."""
         self.decoded += piece
         text = "" if self.stopped else self._unmarked(self._stops.feed(marked))
         self.shown += text
@@ -184,13 +184,13 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
 def hold_back(events: Iterable[Event], withdrawable: Callable[[], int]) -> Iterator[Event]:
-    """The events of an answer without ``Withdrawn``: text is held back as long as recovery may still withdraw it.
+    """Yield an answer's events without ``Withdrawn``: text is held back while recovery may still withdraw it.
 
     ``withdrawable()`` is the number of last tokens that may still be withdrawn (0 holds nothing back); a token has at
     most one ``Text``. Other events pass at once, so they may precede older text.

@@ -1,6 +1,6 @@
-"""Keeps what people write from becoming control tokens, whatever the tokenizer normalizes, strips or ignores.
+"""Prevents text from becoming control tokens, whatever the tokenizer normalizes, strips or ignores.
 
-A conversation rendered with placeholders for what messages say has no control tokens but the template's own.
+A conversation rendered with placeholders for its messages has only the template's own control tokens.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-ESCAPE = "\ufdd0"  # splits a text before it is tokenized: a Unicode noncharacter, which never occurs in real text
+ESCAPE = "\ufdd0"  # where a text is split before it is tokenized: a Unicode noncharacter, never found in real text
 MARK = "\N{REPLACEMENT CHARACTER}"
-RARE = "\U00012000\ua66e\U00010380"  # letters that only byte-wise vocabularies know
-KEPT_CONTENTS = 1024  # whose escaped form is kept: every turn comes again with the next
-EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
+RARE = "\U00012000\ua66e\U00010380"  # letters that only byte-level vocabularies know
+KEPT_CONTENTS = 1024  # messages whose escaped form is cached, because each prompt repeats all earlier turns
+EDGE = "\ufdd2"  # a Unicode noncharacter, never found in real text, without case
 _NUMBERED = re.compile(f"{EDGE}([0-9]+){EDGE}")
 THOUGHT_END = "</think>"
 _THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
-# What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
+# What templates search for in messages, and which changes how they render: it stays outside the placeholders.
 _LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
 
 class Escaper:
-    """Puts ``ESCAPE`` into a text wherever the tokenizer would take it for a ``control`` token.
+    """Puts ``ESCAPE`` into a text wherever the tokenizer would produce a ``control`` token.
 
-    Only the tokenizer can tell: it may normalize, ignore case or take the white space around a token.
+    Only the tokenizer can tell: it may normalize, ignore case or strip the white space around a token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: frozenset[int]) -> None:
@@ -39,7 +39,7 @@ class Escaper:
         self._escape = lru_cache(KEPT_CONTENTS)(self._as_text)
 
     def escape(self, text: str) -> str:
-        """``text`` with ``ESCAPE`` in it, and ``MARK`` for a single character that is spelled like a token."""
+        """Return ``text`` with ``ESCAPE`` inserted, and ``MARK`` for a single character that is a control token."""
         return self._escape(text)
 
     def _as_text(self, text: str) -> str:
@@ -53,45 +53,45 @@ class Escaper:
         parts, end = [], 0
         for start, stop in sorted(control):
             middle = (start + stop) // 2
-            alone = middle == start  # what is one character long cannot be written in another way
+            alone = middle == start  # a single character cannot be split
             parts += [text[end:start], *([self._mark] if alone else [text[start:middle], text[middle:stop]])]
             end = stop
         return ESCAPE.join(part if part == MARK else self._escape(part) for part in [*parts, text[end:]] if part)
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the control tokens, which structure a conversation."""
+    """Return the ids of the control tokens, which structure a conversation."""
     added = tokenizer.added_tokens_decoder.items()
     control = {i for i, token in added if token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content)}
     return frozenset(control | set(tokenizer.all_special_ids))
 
 
 def markers(tokenizer: PreTrainedTokenizerBase, rendered: str) -> frozenset[int]:
-    """The added tokens in a ``rendered`` conversation without any of its own, also those not marked special."""
+    """Return the added tokens, special or not, that a template writes into a ``rendered`` conversation itself."""
     found = {*tokenizer(rendered, add_special_tokens=False).input_ids}
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(i for i, token in added if token.content.strip() and (i in found or token.content in rendered))
 
 
 def unknown(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The id of unknown characters, if that is all it is for; some tokenizers have none, and name the end's."""
+    """Return the id of unknown characters, unless there is none or it also begins or ends texts."""
     ids = {tokenizer.unk_token_id} & {*tokenizer(RARE, add_special_tokens=False).input_ids}
     return frozenset(ids - {tokenizer.bos_token_id, tokenizer.eos_token_id})
 
 
 class Placeholders:
-    """Placeholders for the texts of one conversation, and the texts."""
+    """Replaces the texts of one conversation by placeholders, and back."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def insert(self, content: str) -> str:
-        """``content`` as placeholders; the white space around each stays, which templates trim."""
+        """Return ``content`` as placeholders; white space around them stays, because templates trim it."""
         pieces = _LOOKED_FOR.split(content)
         return "".join(piece if number % 2 else self._placeholder(piece) for number, piece in enumerate(pieces))
 
     def restore(self, rendered: str) -> str | None:
-        """``rendered`` with the texts; None where one follows the other at once: together they may spell anything."""
+        """Return ``rendered`` with the texts; None if two texts touch, because together they may spell a token."""
         return None if EDGE * 2 in rendered else _NUMBERED.sub(lambda found: self._texts[int(found[1])], rendered)
 
     def _placeholder(self, text: str) -> str:
@@ -103,16 +103,16 @@ class Placeholders:
 
 
 class Edges:
-    """Marks before and after what each message of one conversation says, in twice the number of its place.
+    """Marks the beginning and end of each message's text in one conversation with twice the message's index.
 
-    One more, in the next number, where its thought begins.
+    The next odd number marks where its thought begins.
     """
 
     def __init__(self) -> None:
         self._numbers = count(0, 2)
 
     def insert(self, content: str) -> str:
-        """``content`` with its marks, inside white space and what templates look for: they leave that out."""
+        """Return ``content`` with its marks, placed inside white space and tags, which templates may remove."""
         number = next(self._numbers)
         thought, end, said = content.rpartition(THOUGHT_END)
         begun = thought[: len(thought) - len(_THOUGHT_BEGIN.sub("", thought, count=1))]
@@ -124,7 +124,7 @@ class Edges:
 
 
 def _inner(said: str) -> tuple[int, int]:
-    """Where the words of a text begin and end that no template looks for; all of its words where it has no others."""
+    """Return where a text begins and ends without the tags that templates search for; all of it if it is only tags."""
     others = [found.span() for found in _LOOKED_FOR.finditer(said)]
     gaps = zip([0, *(end for _, end in others)], [*(begin for begin, _ in others), len(said)], strict=True)
     words = [gap for gap in gaps if said[slice(*gap)].strip()] or [(0, len(said))]
@@ -134,9 +134,9 @@ def _inner(said: str) -> tuple[int, int]:
 
 
 def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
-    """A text rendered with ``Edges`` without them, and what it says: number of a message, first character and end.
+    """Remove the marks of ``Edges`` from a rendered text; return it with (message index, start, end) of each message.
 
-    Messages come as the text has them: in any order, more than once, not at all. None where marks are not in pairs.
+    A message may appear in any order, repeatedly or not at all. Returns None if the marks are not paired.
     """
     parts = _NUMBERED.split(rendered)
     marks = zip(map(int, parts[1::2]), accumulate(map(len, parts[::2])), strict=False)
@@ -156,5 +156,5 @@ def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
 
 
 def mask(rendered: str) -> str:
-    """``rendered`` with a letter for each text."""
+    """Return ``rendered`` with a letter in place of each text."""
     return _NUMBERED.sub("x", rendered)

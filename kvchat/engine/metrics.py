@@ -1,7 +1,7 @@
-"""Counters of the KV manager, torch and NVML -> the snapshots the screen draws and the receipt of an answer.
+"""Turns counters of the KV manager, torch and NVML into the snapshots on screen and the receipt of an answer.
 
-The ribbon shows where stored tokens are: one letter and one digit for each cell of them. Details by layer and KV head,
-a histogram of recall times and PCIe traffic are read only while the user looks at them.
+The ribbon shows where stored tokens are: one letter and one digit per cell. Details by layer and KV head, a histogram
+of recall times and PCIe traffic are read only while the user looks at them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvchat.protocol.figures import LOW_COVERAGE, MAX_RIBBON_CELLS, Gpu, Params,
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.units import percent, size
 
-RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
-SETTLING = 4  # first tokens in a mode, which capture a graph or wait for what is loaded
-GPU_S = 0.3  # NVML is asked at most this often
+RATE_TOKENS = 32  # tokens over which the displayed rate is averaged
+SETTLING = 4  # first tokens in a mode, which capture a CUDA graph or wait for modules to load
+GPU_S = 0.3  # least interval between NVML readings
 LETTERS = {
     TokenState.SINK: "S",
     TokenState.WINDOW: "W",
@@ -68,8 +68,8 @@ class Counts:
 class AnswerMetrics:
     """Measurements of one answer in progress; times are ``perf_counter`` seconds.
 
-    ``mode`` is the one in which it began, ``cosine`` what that mode had reported by then. ``drawn`` are the indices in
-    ``token_times`` of tokens that were not accepted drafts.
+    ``mode`` is the mode in which it began, ``cosine`` the sum that this mode had reported by then. ``drawn`` are the
+    indices in ``token_times`` of tokens that were not accepted drafts.
     """
 
     before: Counts
@@ -92,19 +92,19 @@ class AnswerMetrics:
         self.token_times.append(time.perf_counter())
 
     def rate(self) -> float | None:
-        """Tokens per second, without the first token, which the prefill made."""
+        """Return tokens per second, excluding the first token, which the prefill produced."""
         return _rate(self.token_times)
 
     def present_rate(self) -> float | None:
-        """Tokens per second of the last ``RATE_TOKENS`` tokens, or of those since the last switch."""
+        """Return tokens per second of the last ``RATE_TOKENS`` tokens, or of those since the last switch."""
         since = self.switches[-1]["at"] if self.switches else 0
         return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
 
     def typical_s(self, least: int) -> float | None:
-        """Seconds a token in the last ``RATE_TOKENS`` rounds, without the two longest.
+        """Return seconds per token over the last ``RATE_TOKENS`` rounds, excluding the two longest.
 
-        A round is a drawn token with the accepted drafts after it, one step. None if there were fewer than ``least``
-        since the last switch, without the first few, which warm up.
+        A round is one step: a sampled token and the accepted drafts after it. Tokens that warm up a mode are excluded.
+        Returns None if there were fewer than ``least`` rounds since the last switch.
         """
         since = (self.switches[-1]["at"] if self.switches else 0) + SETTLING
         begun = [at for at in self.drawn if at >= since][-RATE_TOKENS - 1 :]
@@ -119,9 +119,9 @@ class AnswerMetrics:
 
 
 class MetricsCollector:
-    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's.
+    """Reads a KV manager and the recurrent state; ``weight_bytes`` and ``context`` are the model's.
 
-    ``elsewhere`` are those of the bytes that lie on other GPUs than the K/V, by their names.
+    ``elsewhere`` maps the other GPUs, which hold no K/V, to their share of the weight bytes.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class MetricsCollector:
         return self.answer
 
     def leave(self) -> None:
-        """Forget the last answer's figures: the next ones are of another conversation."""
+        """Forget the last answer's figures, because another conversation follows."""
         self.answer = None
         self._forget_fetches()
         self._coverage.restart()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude what is done inside from the conversation's figures."""
+        """Exclude the block's work from the conversation's figures."""
         timer = self._kv.state.transfer.timer
         kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
         coverage, self._coverage = self._coverage, CoverageWatch(self._kv.state)
@@ -180,7 +180,7 @@ class MetricsCollector:
             yield
         finally:
             self.answer, self._step_bytes, self._hit_rate, self._recall_rate = kept
-            self._coverage, self._covered_in = coverage, self._kv.mode  # entered again
+            self._coverage, self._covered_in = coverage, self._kv.mode  # a new object: the mode was entered again
             self._last = Counts.of(self._kv)
             self._excluded_bytes += self._last.moved_bytes - before.moved_bytes
             self._excluded_corrections += self._last.corrections - before.corrections
@@ -188,7 +188,7 @@ class MetricsCollector:
             timer.steps.extend(steps)
 
     def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
-        """Note a switch, perhaps in the middle of an answer: recall times so far belong to the mode before."""
+        """Record a switch, perhaps during an answer; the recall times so far belong to the old mode, so drop them."""
         self._forget_fetches()
         if self.answer:
             at = len(self.answer.token_times)
@@ -200,10 +200,10 @@ class MetricsCollector:
         self._kv.state.transfer.timer.steps.clear()
 
     def sample_coverage(self) -> None:
-        """Measure from time to time, between two steps, how much of the last step's attention the mode covered.
+        """Measure now and then, between two steps, how much of the last step's attention the mode covered.
 
-        Not if the step read everything, nor beyond the context, where no mode does and positions differ. If memory runs
-        out the answer goes on without it.
+        Skip a step that read everything, and steps beyond the context, where no mode does and positions differ. If
+        memory runs out, the answer continues without this measurement.
         """
         kv, watch = self._kv, self._watch()
         if kv.step.exact or kv.mode.context_policy.limits_prompt(kv.total):
@@ -215,12 +215,12 @@ class MetricsCollector:
                 raise
 
     def stats(self, answer: AnswerMetrics) -> Stats:
-        """The receipt of an answer."""
+        """Return the receipt of an answer."""
         kv, now, before = self._kv, Counts.of(self._kv), answer.before
         new_tokens = answer.prompt_tokens - answer.reused_tokens
         prefill_s = answer.prefilled - answer.began if answer.prefilled else None
         steps, corrections = now.steps - before.steps, now.corrections - before.corrections
-        read, stored = now.read - before.read, steps * (kv.total - (steps - 1) / 2)  # in all steps
+        read, stored = now.read - before.read, steps * (kv.total - (steps - 1) / 2)  # summed over all steps
         report = kv.mode.report()
         head_steps = 0 if answer.switches else steps * report.correctable
         return Stats(
@@ -301,13 +301,13 @@ class MetricsCollector:
         )
 
     def details(self) -> Details:
-        """Tokens read and held by layer and KV head, and the time of recall, as of now."""
+        """Return tokens read and held by layer and KV head, and recall times, as of now."""
         state, pcie = self._kv.state, self._pcie.latest()
         read, held = (tuple(map(tuple, counts.tolist())) for counts in (read_per_head(state), held_per_head(state)))
         return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
 
     def _watch(self) -> CoverageWatch:
-        """The coverage watch, restarted if the mode has changed."""
+        """Return the coverage watch, restarted if the mode has changed."""
         if self._kv.mode is not self._covered_in:
             self._coverage.restart()
             self._covered_in = self._kv.mode
@@ -323,7 +323,7 @@ class MetricsCollector:
             )
 
     def _recall_times(self) -> Params:
-        """Median and 95th percentile in ms of a step's recall, and of the part that the step waited for."""
+        """Return the median and 95th percentile of recall per step in ms, in total and exposed."""
         recalls = self._kv.state.transfer.timer.steps
         p50, p95 = _percentiles_ms([step.total for step in recalls])
         exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
@@ -335,7 +335,7 @@ class MetricsCollector:
         }
 
     def _extras(self) -> Params:
-        """Figures that only some models and conversations have, whatever the mode."""
+        """Return figures that only some models and conversations have, in any mode."""
         mode, recurrent, found = self._kv.mode, self._recurrent, dict[str, str]()
         system = min(mode.pinned, self._kv.total)
         if pinned := system + sum(position >= system for position in self._kv.state.pins):
@@ -348,7 +348,7 @@ class MetricsCollector:
         return found
 
     def _note_steps(self, now: Counts) -> None:
-        """Per-step figures since the last snapshot in which there were steps."""
+        """Update the per-step figures if there were steps since they were last updated."""
         steps = now.steps - self._last.steps
         if steps > 0:
             self._step_bytes = (now.moved_bytes - self._last.moved_bytes) / steps
@@ -362,7 +362,7 @@ def _rate(times: list[float]) -> float | None:
 
 
 def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
-    """Median and 95th percentile in milliseconds, None where there is nothing."""
+    """Return the median and 95th percentile in milliseconds, or None for both."""
     if not seconds:
         return None, None
     ordered, last = sorted(seconds), len(seconds) - 1
@@ -371,19 +371,19 @@ def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
 
 def _hit_rate(before: Counts, now: Counts) -> float | None:
     wanted = now.wanted - before.wanted
-    # More can move than is wanted: a choice made one step ahead may be replaced before it is read.
+    # More tokens can move than are wanted: a choice made one step ahead may be replaced before it is read.
     return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None
 
 
 def _recall_rate(before: Counts, now: Counts) -> float | None:
-    """Bytes per second of recall, extrapolated from the steps that were timed."""
+    """Return bytes per second of recall, extrapolated from the timed steps."""
     steps, timed = now.steps - before.steps, now.timed_steps - before.timed_steps
     moved, seconds = now.moved_bytes - before.moved_bytes, now.recall_s - before.recall_s
     return moved / steps * timed / seconds if moved and steps and seconds else None
 
 
 class PcieReading:
-    """The traffic on a GPU's link, measured on a thread beside the engine's work: NVML waits 40 ms for it."""
+    """Measures PCIe traffic on its own thread, because NVML takes 40 ms for it."""
 
     def __init__(self, reader: GpuReader | None) -> None:
         self._reader = reader
@@ -391,7 +391,7 @@ class PcieReading:
         self._thread: threading.Thread | None = None
 
     def latest(self) -> PcieTraffic:
-        """The last measurement; starts the next one."""
+        """Return the last measurement and start the next one."""
         latest = self._latest
         if self._reader and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._measure, args=(self._reader,), daemon=True)
@@ -403,7 +403,7 @@ class PcieReading:
 
 
 def histogram(steps: Iterable[RecallTime]) -> tuple[RecallBin, ...]:
-    """The steps by the time their recall took; no bins without a step."""
+    """Count steps by the time of their recall; no bins without steps."""
     binned: list[list[RecallTime]] = [[] for _ in (*RECALL_EDGES_MS, None)]
     for step in steps:
         binned[bisect_right(RECALL_EDGES_MS, 1000 * step.total)].append(step)
@@ -418,16 +418,16 @@ def histogram(steps: Iterable[RecallTime]) -> tuple[RecallBin, ...]:
 
 
 class Ribbon:
-    """Reads a KV manager; remembers how many heads read each token to tell what was recalled since."""
+    """Reads a KV manager; remembers how many heads read each token, to detect recalled tokens."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
         self._counts = torch.zeros(0)
 
     def cells(self, counts: Tensor, report: ModeReport) -> tuple[int, str, str]:
-        """Tokens per cell, the cells' letters, and their read shares as digits.
+        """Return tokens per cell, the cells' letters, and their read shares as digits.
 
-        ``counts [total]`` are the (layer, KV head) pairs in which the last token's attention read each token.
+        ``counts [total]`` says in how many (layer, KV head) pairs the last token read each token.
         """
         total, g = self._kv.total, self._kv.state.geometry
         cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
@@ -446,7 +446,7 @@ class Ribbon:
         return cell, letters, "".join(str(min(9, int(share * 10))) for share in shares)
 
     def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
-        """The state of a cell whose middle is ``position`` and of which a ``share`` was read."""
+        """Return the state of a cell with the middle ``position``, of which a ``share`` was read."""
         mode = self._kv.mode
         if mode.sink > position:
             return TokenState.SINK
@@ -457,7 +457,7 @@ class Ribbon:
         return TokenState.RESIDENT if share >= report.resident_share else report.absent
 
     def _recalled_cells(self, counts: Tensor, cell: int) -> set[int]:
-        """Cells with a token that more (layer, KV head) pairs read now than at the last call."""
+        """Return cells with a token that more (layer, KV head) pairs read now than at the last call."""
         before, self._counts = self._counts, counts.cpu()
         known = min(len(before), len(counts))
         came = (self._counts[:known] > before[:known]).nonzero().flatten()
@@ -465,7 +465,7 @@ class Ribbon:
 
 
 def _shares(shares: Tensor, cell: int) -> list[float]:
-    """Mean of ``shares [total]`` over each cell."""
+    """Return the mean of ``shares [total]`` over each cell."""
     total = len(shares)
     cells = -(-total // cell)
     padded = torch.zeros(cells * cell, dtype=torch.float64, device=shares.device)

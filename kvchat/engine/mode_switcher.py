@@ -1,4 +1,4 @@
-"""ModeSwitcher: the current mode's parameters, entering another mode, what that costs, and reading more for a while."""
+"""ModeSwitcher: the current mode's parameters, switches and their cost, auto, and reading more for a while."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from kvchat.models.quantize.rows import is_tied
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import HostDtype, Load
 
-PRICES_S = 1.0  # switches are priced at most this often
-READ_BYTES = {"cuda": 2**28, "cpu": 2**26}  # to measure the memory with where no profile has its rate
+PRICES_S = 1.0  # least interval between computing the costs of switches
+READ_BYTES = {"cuda": 2**28, "cpu": 2**26}  # read to measure memory bandwidth, unless a profile has it
 LINK_BYTES = 2**26
-AHEAD = 512  # tokens of an answer that auto expects at most
+AHEAD = 512  # answer tokens that auto expects at most
 
 
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
-    Begins in the mode of ``asked``, for auto in full mode until that chooses. Values ``given`` at run time, there and
-    by ``switch``, override the settings of each mode. ``modes.SHARED`` parameters apply to all modes, others to the
-    mode they were given for. A mode that has to measure the model first does so on the ``stored`` tokens.
+    It starts in the mode that ``asked`` names, with auto in full mode until auto chooses. Values set at run time
+    (``given``, also by ``switch``) override each mode's settings. ``modes.SHARED`` parameters apply to all modes,
+    others to the mode that they were set for. A mode that must first measure the model uses the ``stored`` tokens.
     ``system_tokens`` is the length of the conversation's system prompt in tokens.
     """
 
@@ -55,7 +55,7 @@ class ModeSwitcher:
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._widened: tuple[Mode, ModeParameters] | None = None
-        self.narrow_at = sys.maxsize  # tokens stored when ``narrow`` is due
+        self.narrow_at = sys.maxsize  # number of stored tokens at which ``narrow`` is due
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.choice: TokenChoice | None = None
@@ -67,19 +67,19 @@ class ModeSwitcher:
         self._fetched: tuple[Mode, int, int] | None = None
 
     def attach(self, kv: KVManager) -> None:
-        """Switch this manager, which is in the mode of ``parameters``."""
+        """Set the KV manager to switch, which is in the mode of ``parameters``."""
         self._kv = kv
 
     def merged(self, mode: str, changes: Params) -> ModeParameters:
-        """The parameters of ``mode``: its settings, values given so far, and ``changes``.
+        """Return the parameters of ``mode``: its settings, values set so far, and ``changes``.
 
         Raises:
-            UsageError: an unknown mode or parameter, or a value out of range.
+            UsageError: the mode or a parameter is unknown, or a value is out of range.
         """
         return modes.effective_params(mode, self._asked.mode_params, self.given, changes)
 
     def build(self, chosen: ModeParameters) -> Mode:
-        """A mode, not yet entered.
+        """Build a mode without entering it.
 
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
@@ -88,7 +88,7 @@ class ModeSwitcher:
         mode = build(chosen, geometry_of(self._model), traits, self.system_tokens)
         if self._model.ranks > 1 and not mode.chooses_by_head:
             raise UsageError(
-                f"The {mode.name} mode does not work on heads that are split.",
+                f"The {mode.name} mode does not work with split heads.",
                 f"It chooses for all KV heads together, and each of {self._model.ranks} processes has "
                 f"{self._model.kv_heads} of them.",
                 "Use full, streaming or speculative (with unit=token), or --split layers.",
@@ -96,14 +96,14 @@ class ModeSwitcher:
         return mode
 
     def switch(self, mode: str, changes: Params) -> int:
-        """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
+        """Enter ``mode`` and remember ``changes`` for later modes; return the bytes moved to the device.
 
-        ``auto`` chooses one from now on, any other ends that. Without a ``mode`` the current one gets the changes, or
-        auto those that it has itself, and it chooses anew. Those of auto may hold others by their mode's name, for
-        when it enters that.
+        With ``auto`` kvchat chooses modes from now on; any other mode turns that off. Without a ``mode``, the changes
+        apply to the current one, or to auto if it is on and has these parameters, and auto chooses again. Changes for
+        auto may contain those of other modes under the mode's name.
 
         Raises:
-            UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
+            UsageError, DoesNotFitError: it cannot be entered; the old mode stays.
         """
         goes_on = not mode and self.auto.is_on
         is_of_auto = goes_on and changes.keys() <= modes.AutoParameters.model_fields.keys()
@@ -126,7 +126,7 @@ class ModeSwitcher:
         return self.follow(self.decide(tokens), tokens)
 
     def enter(self, chosen: ModeParameters) -> int:
-        """Enter the mode of these parameters; the bytes moved to the device."""
+        """Enter the mode of these parameters; return the bytes moved to the device."""
         with explained(self._kv, f"entering the {chosen.name} mode"):
             mode = self.build(chosen)
             if mode.context_policy.is_final:
@@ -139,10 +139,10 @@ class ModeSwitcher:
         return moved + self._calibrate_heads()
 
     def calibrate(self) -> int:
-        """Measure the model on the stored tokens, if the mode waits for that and they are enough.
+        """Measure the model on the stored tokens, if the mode waits for that and there are enough of them.
 
-        A budget that nobody gave is raised where the conversation has grown beyond it. Where memory runs out meanwhile
-        it is done on the next prompt. Returns the bytes moved to the device.
+        Raise a budget that the user did not set if the conversation has outgrown it. If memory runs out, this is
+        repeated after the next prompt. Returns the bytes moved to the device.
         """
         return self._calibrate_heads() + self._raise_budget()
 
@@ -174,23 +174,23 @@ class ModeSwitcher:
         return 0
 
     def note_system_tokens(self, tokens: int) -> None:
-        """Enter the mode again when it is of another length of the system prompt, which may be kept as sinks."""
+        """Set the length of the system prompt; re-enter the mode if it changed, because modes may keep it as sinks."""
         self.system_tokens = tokens
         if self._kv.mode.system_tokens != tokens:
             self.enter(self.parameters)
 
     def prices(self) -> tuple[Price, ...]:
-        """The cost of entering each of the other modes now."""
+        """Return the cost of entering each of the other modes now."""
         return tuple(self._price(mode) for mode in modes.mode_names() if mode != self._kv.mode.name)
 
     def recent_prices(self) -> tuple[Price, ...]:
-        """``prices``, at most ``PRICES_S`` old."""
+        """Return ``prices``, at most ``PRICES_S`` old."""
         if time.monotonic() - self._priced_at >= PRICES_S:
             self._prices, self._priced_at = self.prices(), time.monotonic()
         return self._prices
 
     def check_context(self, tokens: int) -> None:
-        """Refuse a conversation longer than the model was made for."""
+        """Refuse a conversation longer than the model's context."""
         if tokens > self._model.context:
             raise ContextFullError(
                 "The conversation does not fit the model's context.",
@@ -201,15 +201,15 @@ class ModeSwitcher:
             )
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context."""
+        """Refuse a conversation of ``tokens`` tokens if it exceeds the context and the mode cannot continue there."""
         if self._kv.mode.context_policy.is_final:
             self.check_context(tokens)
 
     def check_pinned(self, chosen: ModeParameters, system_tokens: int, messages: Sequence[int]) -> None:
-        """Refuse to pin the tokens at ``messages`` beside ``system_tokens``, if those are pinned.
+        """Check that the tokens pinned at ``messages``, and ``system_tokens`` if they are pinned, leave enough room.
 
         Raises:
-            TooMuchPinnedError: they leave the model too little of its context for the rest.
+            TooMuchPinnedError: they leave too little of the model's context.
         """
         system = system_tokens if chosen.pin_system else 0
         pinned = sum(position >= system for position in messages)
@@ -218,9 +218,9 @@ class ModeSwitcher:
     # ---- auto
 
     def decide(self, tokens: int, measured: float | None = None) -> Choice | None:
-        """Auto's choice for an answer that ends at ``tokens``; None to keep the setup in force.
+        """Return auto's choice for an answer that ends at ``tokens``; None to keep the current setup.
 
-        Within an answer a token takes ``measured`` seconds.
+        During an answer, ``measured`` is the time per token in seconds.
         """
         if not self.auto.is_on:
             return None
@@ -232,7 +232,7 @@ class ModeSwitcher:
         return self.auto.within(possible, self._kv.state.steps, measured)
 
     def follow(self, choice: Choice | None, tokens: int, measured: float | None = None) -> int:
-        """Enter auto's choice, or the next one if that is refused; the bytes moved."""
+        """Enter auto's choice, or the next one if that is refused; return the bytes moved."""
         moved, state = 0, self._kv.state
         quantized = state.quantizes
         while choice:
@@ -252,21 +252,21 @@ class ModeSwitcher:
 
     @property
     def has_spilled(self) -> bool:
-        """True if full mode reads over the link although auto found room for all: it must be entered again."""
+        """True if full mode reads K/V from RAM although auto found room for all: it must be entered again."""
         return self.auto.is_on and self.auto.choice is not None and self._spills_needlessly(self.auto.choice.setup)
 
     def _spills_needlessly(self, setup: Setup) -> bool:
-        """True if full mode reads over the link although all fits: growing slots had no room for both copies."""
+        """True if full mode reads K/V from RAM although all fit: growing slots had no room for the old and new copy."""
         return bool(getattr(self._kv.mode, "spills", False)) and not setup.over_link
 
     def note_speed(self, measured: float | None) -> None:
-        """A token of the answer in progress took ``measured`` seconds, where that is known."""
+        """Tell auto that a token of the current answer took ``measured`` seconds, unless that is unknown."""
         if self.auto.is_on and measured is not None and not self.has_spilled:
             self._note_fetched()
             self.auto.note(self._setups(self._kv.total), measured)
 
     def _note_fetched(self) -> None:
-        """Note how much of its budget the mode in force has fetched per step since the last call."""
+        """Record what share of its budget the current mode has fetched per step since the last call."""
         mode, state, before = self._kv.mode, self._kv.state, self._fetched
         self._fetched = mode, state.steps, state.transfer.totals.moved
         budget = getattr(self.parameters, "budget", None)
@@ -276,13 +276,13 @@ class ModeSwitcher:
 
     def _setups(self, tokens: int) -> list[Setup]:
         state, kv, model = self._kv.state, self._kv, self._model
-        # Of an embedding table of its own a token reads one row.
+        # A token reads only one row of an untied embedding table.
         table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes
         on_host = available.host_free()
         on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
         free = on_device + kv.device_bytes, on_host + state.host.nbytes
         device, host = map(available.usable, free)
-        # Measured only where it may come to that: a prompt takes a part of what is free.
+        # Measured only if it may be needed, because a prompt takes part of the free memory.
         may_spill = state.ops.reads_staged and tokens * state.geometry.token_bytes > device // 2
         cpu = known.cpu if may_spill and (known := host_attention.measured(state.host)) else 0.0
         machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, cpu)
@@ -292,7 +292,7 @@ class ModeSwitcher:
         conversation = Conversation(tokens, *in_pages, self.system_tokens, tuple(state.pins))
 
         def merged(mode: str, changes: Params) -> ModeParameters:
-            """With auto's own parameters in each mode that has them."""
+            """Merge auto's own parameters into each mode that has them."""
             known = modes.registered()[mode].model_fields
             asked = self.auto.parameters.model_dump(include=set(known), exclude_unset=True)
             return self.merged(mode, asked | changes)
@@ -300,7 +300,7 @@ class ModeSwitcher:
         return auto.setups(machine, state.geometry, traits_of(model, self.calibration), conversation, merged)
 
     def _rates(self) -> tuple[float, float]:
-        """Bytes/s of the device's memory and of the link, 0 without one: of the profile, else measured once."""
+        """Return the bandwidths of device memory and PCIe (0 without a GPU), from the profile or measured once."""
         if self._machine is None:
             asked, device = self._asked, self._model.device
             read = asked.read_bytes_per_s or rates.read(device, self._model.dtype, READ_BYTES[device.type])
@@ -316,7 +316,7 @@ class ModeSwitcher:
         self.narrow()
         mode = self._kv.mode
         if not mode.widens:
-            with torch.inference_mode(), explained(self._kv, "reading more again"):
+            with torch.inference_mode(), explained(self._kv, "restoring tokens"):
                 self._kv.recover(level)
         elif level in WIDER:
             narrow = self.parameters
@@ -326,7 +326,7 @@ class ModeSwitcher:
                 self._widened, self.narrow_at = (self._kv.mode, narrow), self._kv.total + RECENT
 
     def narrow(self) -> None:
-        """Go back to the budget asked for; a mode entered since then stays."""
+        """Return to the requested budget, unless another mode was entered since."""
         if self._widened:
             mode, narrow = self._widened
             self._widened, self.narrow_at = None, sys.maxsize
@@ -344,7 +344,7 @@ class ModeSwitcher:
 
 
 def is_quantized(host_dtype: HostDtype) -> bool:
-    """True if pages of this format are 8-bit ones."""
+    """True if this format stores pages in 8 bits."""
     if host_dtype not in (known := get_args(HostDtype)):
         raise UsageError(f'K/V pages cannot be stored in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
     return host_dtype == "int8"

@@ -1,11 +1,11 @@
-"""Predicts a model's memory before it is loaded, and proposes weights and a mode: the first that fit, the best first.
+"""Predict a model's memory before it is loaded, and propose weights and a mode: the best combination that fits.
 
-The model is built on torch's meta device, where tensors have shapes and no memory, and one token runs through it: so
-the shapes of its K/V and of its state are observed as the probe does. Of the weight files the headers are read.
+The model is built on torch's meta device, where tensors have shapes but no memory, and one token runs through it, which
+shows the shapes of its K/V and recurrent state. Only the headers of the weight files are read.
 
-In each mode bits of the weights are given up before the mode is. First all K/V is read, then what a mode retrieves,
-then less of that: none of these reads over the link. Then full mode does, and reads for every token what has no room on
-the device, gigabytes in a long conversation; last comes a window alone, which forgets most of what was said.
+In each mode, precision of the weights is given up before the mode is. First comes full mode with all K/V on the device,
+then a mode that retrieves, then that mode with smaller budgets. Then comes full mode that for every token reads over
+PCIe what does not fit on the device, gigabytes in a long conversation; last, streaming, which forgets most of it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, St
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
-# Options that a plan depends on; it names those that are not the default.
+# Options that a plan depends on; it names those that differ from the default.
 GIVEN = ("device", "gpus", "split", "dtype", "host_dtype", "quantize")
-LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
-WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
+LEAST_BUDGET = AUTO_BUDGET["least"]  # the smallest budget to propose
+WEIGHTS = ("none", "int8", "nf4")  # 8 bits lose little, 4 bits more
 
 
 def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Snapshot | None = None) -> MemoryPlan:
-    """Plan for a conversation of ``context`` tokens, by default as long as the model allows.
+    """Plan for a conversation of ``context`` tokens, by default the model's whole context.
 
-    ``in_use`` is what a model takes now that is unloaded for the planned one.
+    ``in_use`` is the current model, which is unloaded for the planned one.
 
     Raises:
-        ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
-            that the model does not have.
+        ModelError: the model cannot be found or run; UsageError: the device, dtype or a parameter is unknown, or the
+            context exceeds the model's.
     """
     if load.split == "heads" and load.gpus > 1:
         raise UsageError(
@@ -68,26 +68,26 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         seen = observe(described)
         if in_use is not None:
             seen = seen._replace(system_tokens=in_use.preamble, pins=in_use.pins)
-        made = _taken(load, seen, _context(seen, context), in_use)
-    made = _proposed(made, load, seen)
-    return replace(made, stored=None if in_use is None else _stored_need(made, in_use, load, seen))
+        plan = _taken(load, seen, _context(seen, context), in_use)
+    plan = _proposed(plan, load, seen)
+    return replace(plan, stored=None if in_use is None else _stored_need(plan, in_use, load, seen))
 
 
 def fits_beside(load: Load, progress: Progress) -> bool:
-    """True if another model's weights fit the free memory, beside the model in use and its K/V.
+    """True if another model's weights fit into the free memory while the current model and its K/V stay loaded.
 
     Raises:
         KvchatError: it cannot be loaded at all.
     """
     if load.split == "heads" and load.gpus > 1:
-        return False  # this process leads one group of them at a time
-    made = memory_plan(load, 1, progress)
-    return made.on_device(_asked_weights(made, load)) + made.workspace <= available.usable(made.device_free)
+        return False  # this process can lead only one group of ranks at a time
+    plan = memory_plan(load, 1, progress)
+    return plan.on_device(_asked_weights(plan, load)) + plan.workspace <= available.usable(plan.device_free)
 
 
 # ---- parts -----------------------------------------------------------------------------------------
 def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
-    """The plan before anything is proposed: the bytes of each choice, and those that are free."""
+    """Return the plan without a proposal: the bytes of each choice, and the free bytes."""
     described, geometry = seen.described, seen.geometry
     weights, by_default = described.by_quantization(), repacking.by_default(described)
     asked = by_default if load.quantize == "auto" else load.quantize
@@ -124,21 +124,21 @@ def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> 
     )
 
 
-def _proposed(made: MemoryPlan, load: Load, seen: Observed) -> MemoryPlan:
-    """A plan with its proposal; modes that take less where the device is short are planned in the room beside it."""
-    made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen))))
-    beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
-    room = available.usable(made.device_free) - made.on_device(beside) - made.state - seen.described.activations(CHUNK)
-    limited = {name: mode_need(name, load, seen, made.context, made.host_share, room) for name in made.modes}
-    fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
-    return replace(made, beside=beside, modes=made.modes | fitting)
+def _proposed(plan: MemoryPlan, load: Load, seen: Observed) -> MemoryPlan:
+    """Add a proposal; modes that adapt to a small device are planned with the memory that its weights leave."""
+    plan = replace(plan, proposal=propose(plan, list(_smaller_budgets(plan, load, seen))))
+    beside = plan.proposal.quantize if plan.proposal and load.quantize == "auto" else _asked_weights(plan, load)
+    room = available.usable(plan.device_free) - plan.on_device(beside) - plan.state - seen.described.activations(CHUNK)
+    limited = {name: mode_need(name, load, seen, plan.context, plan.host_share, room) for name in plan.modes}
+    fitting = {name: need for name, need in limited.items() if has_room(plan, beside, need)}
+    return replace(plan, beside=beside, modes=plan.modes | fitting)
 
 
 class Observed(NamedTuple):
-    """A model without memory for its weights, and what one token showed of it.
+    """A model without its weights, and the shapes that one token showed.
 
-    ``system_tokens`` and ``pins`` are the tokens that the conversation in use has of its system prompt and of pinned
-    messages, as in its ``Snapshot``.
+    ``system_tokens`` and ``pins`` count the tokens of the current conversation's system prompt and pinned messages, as
+    in its ``Snapshot``.
     """
 
     described: ModelDescription
@@ -150,10 +150,10 @@ class Observed(NamedTuple):
 
 
 def observe(described: ModelDescription) -> Observed:
-    """What one token shows of a model.
+    """Run one token through a model without weights and return what it shows.
 
     Raises:
-        ModelError: it cannot be run.
+        ModelError: the model cannot be run.
     """
     with explained(described.location.name, "the model"):
         shapes = described.shapes
@@ -170,9 +170,9 @@ def observe(described: ModelDescription) -> Observed:
 
 
 def any_heads(geometry: Geometry, architecture: str) -> Calibration:
-    """Some heads to represent as many others as measuring them will find by default, which is what memory depends on.
+    """Return placeholder heads, as many as measuring the model will find by default, because memory depends on that.
 
-    The heads that were measured are found by the weights, which need not be here yet.
+    The real heads are found with the weights, which may not be downloaded yet.
     """
     heads, layers = range(geometry.kv_heads), geometry.layers
     clusters = default_clusters(geometry.kv_heads, architecture)
@@ -181,7 +181,7 @@ def any_heads(geometry: Geometry, architecture: str) -> Calibration:
 
 
 def _context(seen: Observed, asked: int | None) -> int:
-    """The tokens to plan for, by default as many as the model reads."""
+    """Return the number of tokens to plan for, by default the model's context."""
     longest = seen.traits.context
     if asked is None or 0 < asked <= longest:
         return asked or longest
@@ -193,18 +193,18 @@ def _context(seen: Observed, asked: int | None) -> int:
     )
 
 
-def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
-    """The need of the conversation that is stored now, with the room that there is for it."""
-    # As a loaded model does, which leaves the margin of what its weights left.
-    room = available.usable(made.device_free - made.on_device(_asked_weights(made, load)) - made.state)
-    read = mode_need(in_use.mode, load, seen, in_use.device_room - 1, made.host_share, room).device_bytes
+def _stored_need(plan: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
+    """Return the memory that the current conversation needs with the planned model, and the room for it."""
+    # The same as a loaded model, which keeps a margin of the memory that its weights left.
+    room = available.usable(plan.device_free - plan.on_device(_asked_weights(plan, load)) - plan.state)
+    read = mode_need(in_use.mode, load, seen, in_use.device_room - 1, plan.host_share, room).device_bytes
     pool = seen.geometry.layers * layer_bytes(seen.geometry, in_use.exact_room, in_use.rounded_room)
     rooms = in_use.device_room, in_use.exact_room + in_use.rounded_room
     return StoredNeed(in_use.mode, in_use.total, read, pool, *rooms)
 
 
 def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int]:
-    """Bytes that the model in use holds on ``device`` and on the host; on a CPU both are all of it."""
+    """Return the bytes that the current model holds on ``device`` and in RAM; on a CPU both are all of it."""
     if in_use is None:
         return 0, 0
     computed_with = in_use.weight_bytes - sum(in_use.elsewhere.values()) + in_use.kv_device_bytes
@@ -217,7 +217,7 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
 def _elsewhere(
     described: ModelDescription, choices: Iterable[str], given_back: dict[str, int]
 ) -> dict[str, dict[str, int]]:
-    """By quantization the bytes of the weights on each GPU beside the device."""
+    """Return, by quantization, the bytes of the weights on each GPU other than the first."""
     names = [str(device) for device in described.others]
     return {
         name: dict(zip(names, split.shares(described, name, given_back).others, strict=True))
@@ -227,22 +227,22 @@ def _elsewhere(
 
 
 def _floors(described: ModelDescription, choices: Iterable[str], rate: float | None) -> dict[str, float]:
-    """Milliseconds to read the weights of one token by quantization; nothing without a ``rate`` or with experts."""
+    """Return, by quantization, the milliseconds to read a token's weights; {} without a ``rate`` or with experts."""
     read = {name: described.weights.read_bytes(name, described.dtype_name, described.place) for name in choices}
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
-def _asked_weights(made: MemoryPlan, load: Load) -> str:
-    """The weights as ``load`` asks for them; the largest where it is not known how they are kept."""
-    quantize = made.by_default if load.quantize == "auto" else load.quantize
-    return quantize if quantize in made.weights else max(made.weights, key=made.weights.__getitem__)
+def _asked_weights(plan: MemoryPlan, load: Load) -> str:
+    """Return the quantization that ``load`` asks for, or the largest weights if their format is unknown."""
+    quantize = plan.by_default if load.quantize == "auto" else load.quantize
+    return quantize if quantize in plan.weights else max(plan.weights, key=plan.weights.__getitem__)
 
 
-def _smaller_budgets(made: MemoryPlan, load: Load, seen: Observed) -> Iterator[ModeNeed]:
-    """The retrieving mode with half the budget in force, half of that and so on, to what kvchat chooses at least."""
-    budget = made.modes[modes.COMPARED].params.get("budget", 0) // 2
+def _smaller_budgets(plan: MemoryPlan, load: Load, seen: Observed) -> Iterator[ModeNeed]:
+    """Yield the retrieving mode with half the current budget, half of that and so on, down to ``LEAST_BUDGET``."""
+    budget = plan.modes[modes.COMPARED].params.get("budget", 0) // 2
     while budget >= LEAST_BUDGET:
-        yield mode_need(modes.COMPARED, load, seen, made.context, made.host_share, changes={"budget": budget})
+        yield mode_need(modes.COMPARED, load, seen, plan.context, plan.host_share, changes={"budget": budget})
         budget //= 2
 
 
@@ -255,10 +255,10 @@ def mode_need(
     room: int | None = None,
     changes: modes.Params | None = None,
 ) -> ModeNeed:
-    """Without the rotations that only a loaded model tells; ``host_share`` as in ``MemoryPlan``.
+    """Return a mode's memory, without the rotations that only a loaded model knows; ``host_share`` as in MemoryPlan.
 
-    ``room`` is what the device leaves for K/V, for modes that take less where it is short; None where it is not.
-    ``changes`` are parameters that replace those in force.
+    ``room`` is the device memory left for K/V, for modes that adapt to it; None if it is not limited.
+    ``changes`` are parameters that replace the current ones.
     """
     geometry = seen.geometry
     try:
@@ -283,72 +283,72 @@ def mode_need(
 
 
 def _workspace(seen: Observed, tokens: int) -> int:
-    """Approximate bytes of one prefill forward: its activations, and on a GPU a layer's K/V."""
+    """Return the approximate bytes of a prefill chunk: its activations, and on a GPU a layer's K/V."""
     staged = staging_bytes(seen.geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
     return seen.described.activations(CHUNK) + (staged if seen.described.device.type == "cuda" else 0)
 
 
-def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | None:
-    """The first combination that fits, None where none does. The modes of ``made`` have all that they want.
+def propose(plan: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | None:
+    """Return the first combination that fits, or None. The modes of ``plan`` are planned without a memory limit.
 
-    ``smaller`` is what the mode that retrieves needs with smaller budgets than the one in force, the largest first.
+    ``smaller`` are the needs of the retrieving mode with smaller budgets than the current one, largest first.
     """
-    weights = [name for name in dict.fromkeys((made.by_default, *WEIGHTS, *made.weights)) if name in made.weights]
-    full = made.modes[modes.REFERENCE]
-    ways = [  # modes and what they need, the best first, and whether what has no room is read over the link
+    weights = [name for name in dict.fromkeys((plan.by_default, *WEIGHTS, *plan.weights)) if name in plan.weights]
+    full = plan.modes[modes.REFERENCE]
+    choices = [  # modes and their needs, best first, and whether the K/V that do not fit are read from RAM
         (modes.REFERENCE, full, False),
-        *((modes.COMPARED, need, False) for need in (made.modes[modes.COMPARED], *smaller)),
+        *((modes.COMPARED, need, False) for need in (plan.modes[modes.COMPARED], *smaller)),
         (modes.REFERENCE, full, True),
-        (modes.HOLDS_LEAST, made.modes[modes.HOLDS_LEAST], False),
+        (modes.HOLDS_LEAST, plan.modes[modes.HOLDS_LEAST], False),
     ]
-    for mode, need, spills in ways:
+    for mode, need, spills in choices:
         for quantize in weights:
-            if not need.refusal and _fits(made, quantize, need, spills):
-                lacks = libraries.lacking(quantize, made.device)
+            if not need.refusal and _fits(plan, quantize, need, spills):
+                lacks = libraries.lacking(quantize, plan.device)
                 command = libraries.extra(libraries.EXTRA_OF[quantize]) if lacks else ""
-                lost = tuple(_lost(made, quantize, mode, need, spills))
+                lost = tuple(_lost(plan, quantize, mode, need, spills))
                 return Proposal(quantize, mode, need.params.get("budget"), lost, command)
     return None
 
 
-def has_room(made: MemoryPlan, quantize: str, need: ModeNeed) -> bool:
-    """True if what the device holds fits it, with the margin that is always left."""
-    return _beside_kv(made, quantize) + need.device_bytes <= available.usable(made.device_free)
+def has_room(plan: MemoryPlan, quantize: str, need: ModeNeed) -> bool:
+    """True if the device has room for its part of the model and the K/V, and for the usual margin."""
+    return _beside_kv(plan, quantize) + need.device_bytes <= available.usable(plan.device_free)
 
 
-def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
-    read = replace(need, device_bytes=MIN_BUDGET * made.token_bytes) if spills else need
-    on_host = made.host_pool + made.snapshots
-    if made.device == "cpu":
-        everything = _beside_kv(made, quantize) + read.device_bytes + on_host
-        return not spills and everything <= available.usable(made.host_free)
-    return has_room(made, quantize, read) and on_host <= available.usable(made.host_free)
+def _fits(plan: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
+    read = replace(need, device_bytes=MIN_BUDGET * plan.token_bytes) if spills else need
+    on_host = plan.host_pool + plan.snapshots
+    if plan.device == "cpu":
+        everything = _beside_kv(plan, quantize) + read.device_bytes + on_host
+        return not spills and everything <= available.usable(plan.host_free)
+    return has_room(plan, quantize, read) and on_host <= available.usable(plan.host_free)
 
 
-def _beside_kv(made: MemoryPlan, quantize: str) -> int:
-    """Bytes on the device beside the K/V that are read."""
-    return made.on_device(quantize) + made.state + made.workspace
+def _beside_kv(plan: MemoryPlan, quantize: str) -> int:
+    """Return the bytes on the device besides the K/V that are read."""
+    return plan.on_device(quantize) + plan.state + plan.workspace
 
 
-def _lost(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
-    """What a combination gives up."""
+def _lost(plan: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
+    """Yield what a combination gives up, as messages."""
     if bits := quantization.BITS.get(quantize):
-        if made.file_bits == 0 or made.file_bits > AT_MOST.get(quantize, 0):
-            instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
+        if plan.file_bits == 0 or plan.file_bits > AT_MOST.get(quantize, 0):
+            instead = f"the file's {plan.file_bits:.1f}" if plan.file_bits else plan.dtype
             yield f"precision of the weights: {bits} bits instead of {instead}"
-        elif made.packed:  # in other steps than these
-            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are requantized to {bits}"
-    if made.given.get("host_dtype") == "int8":
-        yield f"precision of the K/V: full pages are stored in 8 bits instead of {made.dtype}, nearly exact"
-    link = need.link_bytes  # of who chose how much stays on the device: the rest is read over the link
-    if spills:  # all that does not fit the device, at the end
-        room = available.usable(made.device_free) - _beside_kv(made, quantize)
-        link = int(max(0, made.context * made.token_bytes - room) * made.host_share)
+        elif plan.packed:  # their quantization steps differ
+            yield f"precision of the weights: the files' {plan.file_bits:.1f} bits are requantized to {bits}"
+    if plan.given.get("host_dtype") == "int8":
+        yield f"precision of the K/V: full pages are stored in 8 bits instead of {plan.dtype}, nearly exact"
+    link = need.link_bytes  # set if the user chose how much stays on the device: the rest is read from RAM
+    if spills:  # everything that does not fit on the device, at the end of the context
+        room = available.usable(plan.device_free) - _beside_kv(plan, quantize)
+        link = int(max(0, plan.context * plan.token_bytes - room) * plan.host_share)
     if link:
         yield f"speed: at the end {size(link)} are streamed from RAM for every token"
     if lost := modes.registered()[mode].tradeoff:
         yield lost
     if budget := need.params.get("budget"):
-        effective = made.modes[mode].params["budget"]
+        effective = plan.modes[mode].params["budget"]
         less = f"; the budget now is {effective:,}" if budget < effective else ""
         yield f"reading more than {budget:,} tokens per head and token{less}"

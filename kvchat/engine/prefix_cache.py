@@ -1,10 +1,10 @@
-"""The K/V of conversations other than the current one, parked in RAM or saved on disk.
+"""Park the K/V of other conversations in RAM and save them on disk.
 
-Opening another conversation parks the current one. Coming back to it, or beginning one with the same beginning, takes
-the longest prefix that is parked or saved; the mode fills its slots from it and only the rest is prefilled. After an
-answer a thread writes what is new, a page at a time. Whatever changes the stored K/V interrupts that and saves again
-afterwards; a single step only pauses it, and its token is written with the next save. Each conversation has a file,
-which names the model that computed its K/V; beyond a limit the least recently used files are deleted.
+Opening another conversation parks the current one. A conversation that is reopened, or starts like a stored one, reuses
+the longest parked or saved prefix: the mode fills its slots from it, and only the rest is prefilled. After an answer a
+thread writes the new pages, one at a time. Anything that changes the stored K/V interrupts it and saves again
+afterwards; a single step only pauses it, and its token is written with the next save. Each conversation has its own
+file, which names the model that computed its K/V. Beyond a size limit the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 from kvchat.units import size
 
 T = TypeVar("T")
-LAST_WRITES_S = 1.0  # that closing a session may wait for pages to be written
+LAST_WRITES_S = 1.0  # the longest that closing a session waits for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
-States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
+States = Mapping[int, Callable[[], Snapshot | None]]  # by the number of tokens read; None if the state is damaged
 REDUCED, CONTROL = 1, 2  # flags
-DISK_SHARE = 2  # at most one part in so many of the free disk space is taken
+DISK_SHARE = 2  # saved K/V take at most 1 / DISK_SHARE of the free disk space
 
 
 @dataclass
 class Parked:
-    """A conversation in host memory; ``control`` are the positions of the chat's control tokens.
+    """A conversation parked in RAM.
 
-    ``query`` is the last token's. ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving``
-    some of them.
+    ``control`` are the positions of the chat's control tokens, ``query`` is the last token's query. ``snapshots`` are
+    the recurrent states of a hybrid model, and ``worth_saving`` those of them that are written to disk.
     """
 
     stored: Stored
@@ -81,7 +81,7 @@ class Parked:
 
 
 class PrefixCache(Released):
-    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is that of ``current``."""
+    """Parks and saves the conversations of one model, as ``keeping`` asks; ``loop.stored`` belongs to ``current``."""
 
     _held = ("_runner", "_kv", "_writer")
 
@@ -92,21 +92,21 @@ class PrefixCache(Released):
         self._keeping = keeping
         self._identity = identity(runner.model)
         self.current = ""
-        self._parked: dict[str, Parked] = {}  # the last used one comes last
+        self._parked: dict[str, Parked] = {}  # least recently used first
         self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
         self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
-        self._is_problem_told = self._is_room_told = False
+        self._has_noted_problem = self._has_noted_room = False
 
     @property
     def parked_bytes(self) -> int:
         return sum(kept.nbytes for kept in self._parked.values())
 
     def interrupt(self) -> None:
-        """Stop writing: what is stored is about to change."""
+        """Stop writing, because the stored K/V are about to change."""
         self._writer.interrupt()
 
     def close(self, seconds: float = LAST_WRITES_S) -> None:
-        """Write what is left, for so long at most, and free the rest, also under an answer that was left open."""
+        """Write for at most ``seconds``, then free everything, even if an answer was left unfinished."""
         if not (self._is_closed or self._loop.lock.is_forked):
             self.save()
             self._writer.finish(seconds)
@@ -115,7 +115,7 @@ class PrefixCache(Released):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Stop writing during the block, which changes what is stored, and save it afterwards."""
+        """Stop writing while the block changes the stored K/V, and save them afterwards."""
         self.interrupt()
         try:
             yield
@@ -124,21 +124,21 @@ class PrefixCache(Released):
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Pause writing during the block, which stores a token."""
+        """Pause writing while the block stores a token."""
         with self._writer.copying:
             yield
             if self._writer.is_writing:
-                self._kv.state.host.synchronize()  # a page that the token filled may still be on its way from a GPU
+                self._kv.state.host.synchronize()  # the GPU may still be copying a page that the token completed
 
-    # ---- going to a conversation
+    # ---- opening a conversation
 
     def resume(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Make ``conversation`` the current one; ``Noted``*, and ``Resumed`` if some of its K/V came back.
+        """Make ``conversation`` the current one; yield ``Noted``*, and ``Resumed`` if some of its K/V were restored.
 
-        None is the stored one that ``turns`` continue, or else a new one. Without ``turns`` it is empty.
+        None means the stored conversation that ``turns`` continue, or a new one. Without ``turns`` it is empty.
 
         Raises:
-            UsageError: as ``PromptEncoder.encode``.
+            UsageError: the same as ``PromptEncoder.encode``.
         """
         if conversation == self.current:
             return
@@ -147,19 +147,19 @@ class PrefixCache(Released):
         if conversation is None:
             conversation = self._continued(text, is_text(turns))
             if conversation == self.current:
-                self._truncate(self._common(self._loop.stored, text))  # first: the answer's mode may not hold the rest
+                self._truncate(self._common(self._loop.stored, text))  # now, because the answer's mode may not fit all
                 return
         common = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
-        self._parked.pop(conversation, None)  # makes room for the one that is parked now
+        self._parked.pop(conversation, None)  # makes room to park the current one
         yield from self._park()
-        self.current, self._loop.stored.saved = "", 0  # no conversation's until it has its beginning
+        self.current, self._loop.stored.saved = "", 0  # nobody's until the prefix is adopted
         self._loop.metrics.leave()
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)
             except OtherModelError:
-                pass  # the user chose another model and knows
+                pass  # the user chose another model, so this is no surprise
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")
@@ -171,23 +171,23 @@ class PrefixCache(Released):
         self.current = conversation
 
     def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
-        """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
-        if turns:  # without any the answer is refused, and nothing was changed
+        """Resume the conversation for an answer to ``turns``; yield ``Noted`` once when saving starts to fail."""
+        if turns:  # without turns the answer is refused, and nothing changes
             yield from self.resume(conversation, turns)
         problem = self._writer.problem
-        if problem and not self._is_problem_told:
+        if problem and not self._has_noted_problem:
             yield Noted(f"K/V cannot be saved: {problem}. The chat continues; it will be re-processed after a restart.")
-        self._is_problem_told = bool(problem)
+        self._has_noted_problem = bool(problem)
 
     def forget(self, conversation: str) -> None:
-        """Keep nothing of a deleted conversation, whose file was moved away; nor what was written since."""
+        """Delete all K/V of a deleted conversation, including any written since its file was moved away."""
         self._writer.finish(0)
         self._parked.pop(conversation, None)
         if conversation == self.current:
             self.current = ""
             self._loop.stored.saved = 0
         if self._keeping.folder:
-            with suppress(OSError):  # one that cannot be deleted stays
+            with suppress(OSError):  # a file that cannot be deleted stays
                 self._folder.path(conversation).unlink()
         self.save()
 
@@ -203,31 +203,31 @@ class PrefixCache(Released):
         recurrent.truncate(0)
         try:
             states = [source.states[at]() for at in sorted(source.states) if at <= tokens]
-            with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
-                there = self._kv.adopt(source.prefix)
+            with torch.inference_mode(), explained(self._kv, "resuming the conversation"):
+                adopted = self._kv.adopt(source.prefix)
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is processed again: {error}")
             return
-        if there < tokens:
+        if adopted < tokens:
             yield Noted("A page of the saved K/V is damaged; everything after it is processed again.")
-        stored.truncate(there)
+        stored.truncate(adopted)
         self._loop.stored.replace_with(stored)
         if recurrent.exists:
-            recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
-            if recurrent.position < tokens == there:
-                yield Noted("A saved recurrent state is damaged; what follows the one before it is processed again.")
-            self._truncate(there := recurrent.position)
-        if there:
-            yield Resumed(conversation, there, time.perf_counter() - began, source.where)
+            recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= adopted])
+            if recurrent.position < tokens == adopted:
+                yield Noted("A saved recurrent state is damaged; everything after the previous one is processed again.")
+            self._truncate(adopted := recurrent.position)
+        if adopted:
+            yield Resumed(conversation, adopted, time.perf_counter() - began, source.where)
 
-    # ---- which one it is
+    # ---- choosing the stored conversation
 
     def _continued(self, text: str, is_plain: bool) -> str:
-        """The stored conversation that ``text`` continues furthest; a new name if there is none.
+        """Return the stored conversation that ``text`` continues furthest, or a new name.
 
-        A conversation that would lose tokens is left alone, and a new one begins with what both have in common. Only
-        what follows its last question may change, because a template may drop an answer's thought; and the end of a
-        plain text, which in an editor changes with every key.
+        A conversation that would lose tokens is left alone; a new one then starts with their common prefix. Two losses
+        are allowed: anything after the conversation's last question, because a template may drop an answer's thought,
+        and the end of a plain text, because an editor changes it with every key.
         """
         known = {self.current: self._loop.stored, **{name: kept.stored for name, kept in self._parked.items()}}
         best, name = (0, False), ""
@@ -241,13 +241,13 @@ class PrefixCache(Released):
         return name if best[1] else secrets.token_hex(16)
 
     def _saved_beginnings(self, text: str, known: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-        """The conversations beside those ``known`` whose files begin as ``text``, by their names."""
+        """Yield the saved conversations that are not ``known`` and begin like ``text``, with their names."""
         for path in self._beginning_alike(text) if self._saves else ():
             if path.stem not in known:
                 with suppress(DamagedFileError, OSError):
                     yield path.stem, stored_of(self._file(path).rows(), text)
 
-    # ---- where it can be taken from
+    # ---- sources of a prefix
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, kept in self._parked.items():
@@ -255,13 +255,13 @@ class PrefixCache(Released):
             full_precision = full_precision_pages(kept.pages) * self._kv.state.geometry.page
             read = partial(unparked, kept.pages)
             prefix = CachedPrefix(len(kept.stored.ids), read, full_precision, kept.control, kept.query)
-            # In the file of another conversation nothing of it is yet.
+            # Another conversation's file has none of these tokens yet.
             own = name == conversation
             stored = kept.stored if own else replace(kept.stored, saved=0)
             yield self._usable(Source(stored, "memory", prefix, states), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
-        """The conversation's own file, and those of others that begin alike.
+        """Yield the conversation's own file and those of other conversations with the same beginning.
 
         Raises:
             DamagedFileError, OSError: its own file cannot be used.
@@ -276,11 +276,11 @@ class PrefixCache(Released):
             source = self._saved_source(own, text, own=True)
             source.stored.saved = len(source.stored.ids)
             with suppress(OSError):
-                os.utime(own)  # it is used
+                os.utime(own)  # marks it as recently used
             yield source
 
     def _beginning_alike(self, text: str) -> Iterator[Path]:
-        """Of the files used last, those of conversations whose first page is that of ``text``."""
+        """Yield those of the most recently used files whose first page matches that of ``text``."""
         beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
         for path in self._folder.latest_first()[:LOOKED_AT]:
             if path.suffix == paths.SAVED_KV:
@@ -300,9 +300,9 @@ class PrefixCache(Released):
         return self._usable(Source(stored, "disk", prefix, states), text, own)
 
     def _usable(self, source: Source, text: str, own: bool) -> Source:
-        """``source`` with as many tokens as ``text`` begins with and the model can go on from.
+        """Return ``source`` cut to the prefix that it shares with ``text`` and from which the model can continue.
 
-        Quantized ones are of use to their ``own`` conversation, and to others while pages are to be quantized.
+        Quantized tokens can be used by their ``own`` conversation, and by others while pages are quantized.
         """
         tokens = self._common(source.stored, text)
         if not (own or self._kv.state.quantizes):
@@ -314,10 +314,10 @@ class PrefixCache(Released):
     def _common(self, stored: Stored, text: str) -> int:
         return common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
 
-    # ---- keeping
+    # ---- parking and saving
 
     def _park(self) -> Iterator[Noted]:
-        """Park a copy of the current conversation in place of the least recently used ones; ``Noted`` without room."""
+        """Park a copy of the current conversation, evicting the least recently used; ``Noted`` if it does not fit."""
         stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
         if not (self.current and stored.ids):
             return
@@ -346,16 +346,16 @@ class PrefixCache(Released):
             yield from self._note_unparked(needed, "memory ran out")
 
     def _note_unparked(self, needed: int, room: str) -> Iterator[Noted]:
-        """Say once that a conversation will be processed again, unless a file has it or parking is turned off."""
-        if self._keeping.parked_bytes and not (self._saves or self._is_room_told):
-            self._is_room_told = True
+        """Say once that a conversation will be prefilled again, unless it is saved or parking is turned off."""
+        if self._keeping.parked_bytes and not (self._saves or self._has_noted_room):
+            self._has_noted_room = True
             yield Noted(f"The previous conversation will be processed again: its K/V take {size(needed)}, {room}.")
 
     def save(self) -> None:
-        """Begin to write what is new, of the current conversation and of parked ones, unless the device cannot now."""
+        """Start writing the new K/V of the current and the parked conversations, unless the device fails now."""
         if self._saves:
             self.interrupt()
-            with suppress(RuntimeError, MemoryError):  # a GPU that failed, or memory that ran out: the next time
+            with suppress(RuntimeError, MemoryError):  # after a GPU error or out of memory, the next save retries
                 self._writer.begin(self._jobs())
 
     def _jobs(self) -> list[Job]:
@@ -380,7 +380,7 @@ class PrefixCache(Released):
 
     @property
     def _saves(self) -> bool:
-        # An answer that was left open ends there.
+        # The generator of an unfinished answer may be closed in any of these states.
         if self._is_closed or self._loop.lock.is_forked or sys.is_finalizing():
             return False
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
@@ -394,7 +394,7 @@ class PrefixCache(Released):
         query: bytes,
         pages: Callable[[], StoredPages],
     ) -> Job:
-        """The part of a conversation, parked or current, that is not on disk yet."""
+        """Return the job that writes what is not on disk yet of a parked or the current conversation."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
@@ -412,9 +412,9 @@ class PrefixCache(Released):
 
 @dataclass
 class Source:
-    """K/V that are parked or saved (``where``: memory or disk) and begin like the conversation to open.
+    """Parked or saved K/V (``where``: "memory" or "disk") that begin like the conversation to open.
 
-    ``stored`` is all of it, ``prefix`` the part that can be used. A hybrid model can go on only from one of its
+    ``stored`` describes all of them, ``prefix`` the part that can be used. A hybrid model can continue only from one of
     ``states``.
     """
 
@@ -425,18 +425,18 @@ class Source:
 
 
 def itself(kept: T) -> T:
-    """A parked state, or parked pages, which need no reading."""
+    """Return a parked state or parked pages, which need no reading."""
     return kept
 
 
 def read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
-    """A recurrent state from a file; None where it is damaged."""
+    """Read a recurrent state from a file; None if it is damaged."""
     data = file.state(saved)
     return Snapshot.decoded(saved.tokens, data) if data else None
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:
-    """All that K/V depend on; a key completes the sentence "The file is of another ..."."""
+    """Return everything that K/V depend on; each key completes the sentence "The file is of another ..."."""
     recurrent = is_recurrent(model.model.config)
     return {
         "model": model.name,
@@ -452,7 +452,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
 
 
 def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
-    """The rows of the ids from ``start`` on; ``control`` are the positions of control tokens."""
+    """Return the rows of the ids from ``start`` on; ``control`` are the positions of control tokens."""
     rows = np.zeros(len(stored.ids) - start, TOKEN)
     rows["id"] = stored.ids[start:]
     rows["flags"] = REDUCED * np.array(stored.reduced[start:], np.uint8)
@@ -466,7 +466,7 @@ def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
 
 
 def stored_of(rows: Rows, text: str) -> Stored:
-    """The ids of the rows, with the marks up to which ``text`` matches the saved one."""
+    """Return the ids of the rows, with the marks up to which ``text`` matches the saved text."""
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])
@@ -481,14 +481,14 @@ def _digest(value: str | dict[str, str]) -> str:
 
 
 class SavedFolder:
-    """``folder`` need not exist; ``limit`` is in bytes."""
+    """The folder of K/V files, which need not exist; ``limit`` is in bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder
         self._limit = limit
 
     def path(self, conversation: str) -> Path:
-        """The path of a conversation's K/V file; it need not exist."""
+        """Return the path of a conversation's K/V file; it need not exist."""
         return paths.saved_kv(self._folder, conversation)
 
     def latest_first(self) -> list[Path]:
@@ -499,13 +499,13 @@ class SavedFolder:
         return [path for _, path in sorted(found, reverse=True)]
 
     def make_room(self, path: Path, size: int) -> int:
-        """Delete files until ``path`` may grow to ``size`` bytes; return to how many it may.
+        """Delete old files until ``path`` may grow to ``size`` bytes; return how many bytes it may take.
 
-        Nothing is deleted for a file that would not fit even alone: it gets what the others leave.
+        For a file that would not fit even alone nothing is deleted: it gets the space that is left.
         """
         others = [other for other in self.latest_first() if other != path]
-        there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
-        free = shutil.disk_usage(there).free
+        existing = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
+        free = shutil.disk_usage(existing).free
         allowed = min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
         taken = sum(map(_size, others))
         while others and taken + size > allowed >= size:
@@ -527,11 +527,11 @@ class Job:
     """Pages to write to ``file``.
 
     Attributes:
-        first: the first page to write; ``rows`` are the tokens' from there on.
-        pages: returns what holds the pages; called for each page, because a running conversation may change its pool.
-        saved: tokens of ``stored`` that are on disk so far.
-        query: the last token's.
-        snapshots: those of a recurrent state to save.
+        first: the first page to write; ``rows`` begin with its tokens.
+        pages: returns the pages' holder; called for each page, because a running conversation may replace its pool.
+        saved: tokens of ``stored`` that are already on disk.
+        query: the last token's query.
+        snapshots: recurrent states to save.
     """
 
     file: PageFile
@@ -545,10 +545,10 @@ class Job:
 
 
 class WriteBehind:
-    """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
+    """Writes jobs on its own thread until interrupted; an interrupt waits at most for the copy of one page.
 
-    ``problem`` says why a conversation could not be written to its end, empty where the last one could. Who holds
-    ``copying`` may add tokens to the jobs' pages, of which nothing is taken meanwhile.
+    ``problem`` says why the last conversation could not be written completely, or is empty. A thread that holds
+    ``copying`` may add tokens to the jobs' pages, because no page is copied meanwhile.
     """
 
     def __init__(self, folder: SavedFolder, page: int) -> None:
@@ -561,7 +561,7 @@ class WriteBehind:
         self._jobs: Sequence[Job] = ()
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Write these, after ``interrupt``."""
+        """Write ``jobs``; call ``interrupt`` first."""
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
         # Not a daemon: torch aborts a process that exits while a thread copies.
@@ -569,7 +569,7 @@ class WriteBehind:
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
+        """Stop copying the jobs' pages, and note how much of each conversation was saved."""
         with self.copying:
             self._interrupted.set()
         for job in self._jobs:
@@ -578,11 +578,11 @@ class WriteBehind:
 
     @property
     def is_writing(self) -> bool:
-        """True until all jobs are written or given up."""
+        """True until every job is written or abandoned."""
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Let it write for so long at most, then end."""
+        """Let it write for at most ``seconds``, then end it."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
@@ -591,12 +591,12 @@ class WriteBehind:
 
     def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: threading.Thread | None) -> None:
         if before is not None:
-            before.join()  # it may be writing its last page, to the same file
+            before.join()  # it may still be writing its last page to the same file
         for job in jobs:
             try:
                 self._write(job, interrupted)
             except DamagedFileError:
-                job.saved = 0  # gone or changed meanwhile: all of it is written again next time
+                job.saved = 0  # the file was deleted or changed: the next save rewrites all of it
             except OSError as error:
                 self.problem = error.strerror or str(error)
 

@@ -1,9 +1,9 @@
-"""Conversation -> token ids, and how many of them are stored already.
+"""Turn a conversation into token ids, and find how many of them are already stored.
 
-Depends on the tokenizer and its chat template, not on the model or K/V. A template renders the model's answers again,
-and tokenizing that text may give other ids than the model generated. So ``Stored``, the ids whose K/V are in the host
-pool, has marks: the exact text that the first ids stand for. If that text is a prefix of the newly rendered one its ids
-are kept and only the rest is tokenized. After the last matching mark the longest common prefix of ids counts.
+This depends on the tokenizer and its chat template, not on the model or K/V. A template renders the model's earlier
+answers as text, and tokenizing that text may give other ids than the model generated. Therefore ``Stored``, the ids
+whose K/V are stored, has marks: the exact text of its first ids. If that text is a prefix of the newly rendered text,
+its ids are reused and only the rest is tokenized. After the last matching mark the longest common prefix of ids counts.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 ROLES = ("system", "user", "assistant", "tool")
-TEXT = "text"  # role of a single turn that is the whole prompt, without the template
+TEXT = "text"  # role of a single turn that is the whole prompt and is not rendered by the template
 NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
-# A Unicode noncharacter, like ``ESCAPE``: never in real text, and removed from all input.
-GUARD = "\ufdd1"  # around outer white space of an answer, so that no template trims it and ends the reuse
+# A Unicode noncharacter like ``ESCAPE``: never found in real text, and removed from all input.
+GUARD = "\ufdd1"  # protects the outer white space of an answer: a template that trimmed it would prevent reuse
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 SYSTEM = Turn("system", f"{PROBE}-told")
-PROBED = (2, 12)  # questions before another one; templates may leave out all but the last few
+PROBED = (2, 12)  # numbers of questions to try, because templates may drop all but the last few
 EXCERPT = 24  # characters before and after a difference
 OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template FILE."
 LONGEST_TAG = 80  # characters, with the white space after it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
-KEPT_RESTS = 8  # tokenized ends of texts: with most stored conversations a text has the same unmatched end
+KEPT_RESTS = 8  # cached tokenizations of unmatched ends of texts, which most stored conversations have in common
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
 KEPT_TIMES = 64  # of conversations
@@ -55,9 +55,9 @@ _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
 class Prompt(NamedTuple):
-    """All ids of a conversation, of which the first ``reused`` are stored and at least one is not.
+    """All ids of a conversation: the first ``reused`` are stored, and at least one is not.
 
-    ``text`` is what they stand for, for ``Stored.mark_text`` once they are stored.
+    ``text`` is the rendered text, for ``Stored.mark_text`` once the ids are stored.
     """
 
     ids: list[int]
@@ -66,23 +66,23 @@ class Prompt(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """A text before another one that is tokenized, and its ids."""
+    """A prefix that is tokenized together with a text and then removed, and its ids."""
 
     text: str
     ids: tuple[int, ...]
 
 
-START = Anchor("", ())  # the other one is the beginning
+START = Anchor("", ())  # no prefix: the text is at the beginning
 
 
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
-    Message contents never become control tokens: text that is spelled like one is tokenized as ordinary text. Control
-    tokens are those marked special, ``<|...|>`` that finetunes forget to mark, and those the template writes around
-    turns. Other added tokens stay: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
-    A message that the template changes into a control token (``</TURN>`` lower-cased) is refused.
-    ``variables`` are the template's variables that the user set.
+    Messages never produce control tokens: text that is spelled like one is tokenized as ordinary text. Control tokens
+    are those marked special, ``<|...|>`` tokens that finetunes forget to mark, and those that the template writes
+    around turns. Other added tokens are allowed: runs of spaces, HTML tags, ``<think>``, which templates search for in
+    answers. A message that the template changes into a control token (``</TURN>`` in lower case) is refused.
+    ``variables`` are the template variables that the user set.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -90,14 +90,14 @@ class PromptEncoder:
         self._template = ChatTemplate(tokenizer, variables)
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
-        self._escaper = Escaper(tokenizer, control)  # enough for trying the template
-        # What tokenizers do behind an added token may differ: Phi-3's takes the white space, Llama 2's adds a space.
+        self._escaper = Escaper(tokenizer, control)  # sufficient for testing the template
+        # Tokenizers differ after an added token: Phi-3's strips the white space, Llama 2's adds a space.
         self._behind = {id: Anchor(token.content, (id,)) for id, token in tokenizer.added_tokens_decoder.items()}
         names = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         self._first_seen = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
-        # Templates of multimodal models may accept messages in parts only, and drop one that is a string.
+        # Templates of multimodal models may accept only messages in parts, and drop a plain string.
         self._in_parts = False
         if not self._renders(USER):
             self._in_parts = True
@@ -106,7 +106,7 @@ class PromptEncoder:
         self.begins_with_system = self._begins_with_system()
         notes = self._notes()
         turn_markers = self._turn_markers()
-        # The token for unknown characters is not a control token.
+        # The token for unknown characters does not count as a control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
         self.ignored = self._ignored(variables)
@@ -123,15 +123,15 @@ class PromptEncoder:
 
     @property
     def calls(self) -> str:
-        """How the model calls tools, as ``ChatTemplate.calls``."""
+        """How the model calls tools; see ``ChatTemplate.calls``."""
         return self._template.calls if self._tokenizer.chat_template else ""
 
     def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
-        """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
+        """Return the prompt of a conversation, reusing stored ids; ``stored`` is not modified.
 
         Raises:
-            UsageError: a role is unknown, nothing is to be answered, or the template refuses the turns or would make
-                control tokens of their text.
+            UsageError: a role is unknown, there is nothing to answer, or the template refuses the turns or would turn
+                their text into control tokens.
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
@@ -141,18 +141,18 @@ class PromptEncoder:
         return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
-        """The ids of a rendered text; those of ``stored`` up to the last mark that matches."""
+        """Return the ids of a rendered text, taken from ``stored`` up to the last matching mark."""
         kept, chars = stored.matched_prefix(text)
         anchor = self._behind.get(stored.ids[kept - 1], self._anchor) if kept else START
         return stored.ids[:kept] + self._rest(text[chars:], anchor)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
-        """The positions of the pinned turns' tokens, with the template's tokens around them; ascending.
+        """Return the positions of the pinned turns' tokens and the template's tokens around them, ascending.
 
-        ``system`` adds a system prompt that the template does not write first.
+        ``system`` also pins a system prompt that the template does not write first.
 
         Raises:
-            UsageError: as ``encode``, or the template drops or changes a turn's text.
+            UsageError: the same as ``encode``, or the template drops or changes a turn's text.
         """
         if system and turns and turns[0].role == "system" and not self.begins_with_system:
             turns = (replace(turns[0], pinned=True), *turns[1:])
@@ -165,16 +165,16 @@ class PromptEncoder:
         return found
 
     def _num_ids(self, text: str, chars: int, stored: Stored) -> tuple[int, int]:
-        """The number of ids of ``text[:chars]``, counted from the last mark before it and back from the next mark.
+        """Return the number of ids of ``text[:chars]``, counted from the mark before and back from the mark after.
 
-        The two differ if what was generated between the marks would be tokenized differently.
+        The two differ if the ids generated between the marks differ from the tokenized text.
         """
         before = len(self.ids_of(text[:chars], stored))
         ids, end = stored.matched_prefix_from(text, chars) or (before, chars)
         return before, ids - len(self._rest(text[chars:end], self._anchor))
 
     def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
-        """The pinned turns' spans in ``text``, ascending: from the end of the turn before to the beginning of the next.
+        """Return the pinned turns' spans in ``text``, ascending, each from the end of the turn before to the next turn.
 
         ``text`` is the rendered conversation, which may have the turns in another order.
         """
@@ -192,7 +192,7 @@ class PromptEncoder:
         return [(before[2], after[1]) for before, (turn, *_), after in around if turn in pinned]
 
     def system_tokens(self, turns: Sequence[Turn]) -> int:
-        """Tokens before the first user turn's text if the text begins with a system prompt, else 0."""
+        """Return how many tokens precede the first user turn's text if a system prompt comes first, else 0."""
         if not turns or turns[0].role != "system" or not self.begins_with_system:
             return 0
         began = self._began_at(turns).timestamp()
@@ -201,15 +201,15 @@ class PromptEncoder:
         return common_prefix(one, other)
 
     def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
-        """The text of a conversation that the model continues, with ``ESCAPE`` in would-be control tokens.
+        """Return the text of a conversation that the model continues, with ``ESCAPE`` in would-be control tokens.
 
         ``edges`` adds marks before and after each turn's text, for ``found_edges``.
 
         An assistant turn at the end is continued: its text follows the generation prompt unchanged, as it was generated
-        (``continue_final_message`` of transformers trims it, and templates drop its thinking).
+        (transformers' ``continue_final_message`` trims it, and templates drop its thought).
 
         Raises:
-            UsageError: as ``encode``.
+            UsageError: the same as ``encode``.
         """
         if is_text(turns):
             return self._leading_bos() + _cleaned(turns[0].content)
@@ -221,22 +221,22 @@ class PromptEncoder:
         return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
-        """The text of ``prompt`` and the answer to it, for ``Stored.mark_text``.
+        """Return the text of ``prompt`` and its answer, for ``Stored.mark_text``.
 
-        ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if it is stored
-        too. It need not be, because the next prompt contains it.
+        ``answer`` is the decoded text of all generated ids that are stored. ``end`` is the end token, if that is stored
+        too; it need not be, because the next prompt contains it.
         """
         closing = self._tokenizer.convert_ids_to_tokens(end) if end is not None else ""
         return f"{prompt.text}{self._escape(answer)}{closing}"
 
     @property
     def thought_tags(self) -> tuple[str, ...]:
-        """The tags that begin a thought, derived from the end tags at which the template splits earlier answers."""
+        """Return the tags that begin a thought, derived from the end tags at which the template splits answers."""
         ends = _SPLIT_AT.findall(self._template.source if self._tokenizer.chat_template else "")
         return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
 
     def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
-        """The end tag of a thought that the template begins at the end of the prompt; empty if it begins none."""
+        """Return the end tag of a thought that the template begins at the end of the prompt, or ""."""
         end = prompt.text[-LONGEST_TAG:].rstrip()
         said = self._escape(turns[-1].content).rstrip()
         tag = next((tag for tag in (*self.thought_tags, *TAGS) if end.lower().endswith(tag.lower())), "")
@@ -257,14 +257,14 @@ class PromptEncoder:
         return text
 
     def _refuse_injected(self, turns: Sequence[Turn], text: str) -> None:
-        """Refuse turns whose text the template changes so that it contains control tokens of its own."""
+        """Refuse turns whose text the template would change into control tokens."""
         placeholders = Placeholders()
         own = self._apply_template(turns, placeholders.insert)
         if placeholders.restore(own) == text or self._controls(text) == (known := self._controls(mask(own))):
             return
 
         def is_injected_by(last: int) -> bool:
-            """True if the texts of the turns up to number ``last`` add control tokens."""
+            """True if the texts of the turns up to index ``last`` add control tokens."""
             numbers = count()
 
             def write(text: str) -> str:
@@ -285,14 +285,14 @@ class PromptEncoder:
         return [token for token in self._tokenize(text, START) if token in self._control]
 
     def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
-        """The template's text, with ``write`` applied to each turn's text."""
+        """Return the template's text, with ``write`` applied to each turn's text."""
         messages = [
             {"role": turn.role, "content": self._content(turn, write), **self._escaped(json.loads(turn.more or "{}"))}
             for turn in turns
         ]
         try:
             return self._template.render(messages, self._began_at(turns)).replace(GUARD, "")
-        except Exception as error:  # templates are foreign programs and raise anything
+        except Exception as error:  # templates are third-party programs and raise anything
             raise UsageError(
                 "The model's chat template refuses this conversation.",
                 f"Its message: {str(error)[:500] or type(error).__name__}.",
@@ -300,9 +300,9 @@ class PromptEncoder:
             ) from error
 
     def _began_at(self, turns: Sequence[Turn]) -> datetime:
-        """When a conversation began, or if unknown when its first question was first seen.
+        """Return when a conversation began or, if unknown, when its first question was first seen.
 
-        The template gets no other time, because a changed date would mean processing the conversation again.
+        The template gets no later time, because a changed date would force the conversation to be processed again.
         """
         asked = next((turn for turn in turns if turn.role == "user"), USER[0])
         with suppress(OverflowError, ValueError, OSError):  # not a valid date
@@ -311,7 +311,7 @@ class PromptEncoder:
         return self._first_seen(asked.content)
 
     def _continued(self, answer: str) -> tuple[str, str]:
-        """The text before an answer that is continued (usually none) and the part to continue (usually all)."""
+        """Return the text before an answer that is continued (usually none) and the part to continue (usually all)."""
         if not self._has_channels or not answer:
             return "", answer
         thought, said = split(answer)
@@ -326,7 +326,7 @@ class PromptEncoder:
         return [{"type": "text", "text": text}] if self._in_parts else text
 
     def _escaped(self, value: Any) -> Any:
-        """JSON for the template with ``_escape`` applied to every text in it."""
+        """Apply ``_escape`` to every text in JSON for the template."""
         match value:
             case str():
                 return self._escape(value)
@@ -337,13 +337,13 @@ class PromptEncoder:
         return value
 
     def spelled(self, token: int) -> str:
-        """A token's text when it is not the first; U+FFFD for a part of a character."""
+        """Return a token's text when it is not the first; U+FFFD for a part of a character."""
         before, written = self._before_a_token
         return self._decode([*before, token])[len(written) :]
 
     @cached_property
     def _before_a_token(self) -> tuple[list[int], str]:
-        """Ids to decode before a token, so that it is not the first, and their text."""
+        """Ids that precede a token when it is decoded, so that it is not the first, and their text."""
         before = self._tokenizer.encode("a", add_special_tokens=False)
         return before, self._decode(before)
 
@@ -351,7 +351,7 @@ class PromptEncoder:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _marks_of_calls(self) -> frozenset[str]:
-        """The control tokens in the model's tool calls, which are kept in its text."""
+        """Return the control tokens in the model's tool calls, which are kept in its text."""
         field = json.loads(self.calls or "{}").get("fields", {}).get("tool_calls", {})
         written = json.dumps(field, ensure_ascii=False).replace("\\", "")
         names = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
@@ -361,7 +361,7 @@ class PromptEncoder:
         return self._escaper.escape(_cleaned(text))
 
     def _turn_markers(self) -> frozenset[int]:
-        """The added tokens, special or not, that the template writes around turns."""
+        """Return the added tokens, special or not, that the template writes around turns."""
         if not self._tokenizer.chat_template:
             return frozenset()
         user, others = Turn("user", "x"), [Turn("assistant", "y"), Turn("user", "z")]
@@ -372,20 +372,20 @@ class PromptEncoder:
         return escaping.markers(self._tokenizer, text)
 
     def _turn_end(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """The control token and the text that the template writes between an answer and the next question.
+        """Return the control token and the text that the template writes between an answer and the next question.
 
-        Finetunes may name another token as their end, or have no token for what their template writes. Text counts if
-        it is spelled like a token or is a heading on its own line. If the template writes a control token before an
-        answer that the model has to generate, answers have several parts, and the end of a part is not theirs.
+        Finetunes may declare another end token, or have no token for what their template writes. Text counts if it is
+        spelled like a token or is a heading on its own line. If the template writes a control token before an answer
+        that the model must generate, answers have several parts, and the end of a part does not end the answer.
         """
-        asked, told, next_asked = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
+        question, answer, next_question = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
         try:
-            prompt = self._apply_template([asked])
-            text = self._apply_template([asked, told, next_asked])
+            prompt = self._apply_template([question])
+            text = self._apply_template([question, answer, next_question])
         except UsageError:  # the template may refuse the turns
             return frozenset(), ()
         before, _, after = text.partition(PROBE)
-        after = after[:LONGEST_BETWEEN].partition(next_asked.content)[0]
+        after = after[:LONGEST_BETWEEN].partition(next_question.content)[0]
         added = self._tokenizer.added_tokens_decoder.items()
         names = {token.content: i for i, token in added if i in self._control and token.content in text}
         written = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
@@ -401,7 +401,7 @@ class PromptEncoder:
         return frozenset({names[token]} if token else ()), (heading[0],) if heading else ()
 
     def _plain(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
-        """The prompt for a model without a template, which generates the space before an answer itself."""
+        """Return the prompt for a model without a template, which generates the space before an answer itself."""
         lines = [self._leading_bos()]
         for turn in turns:
             text = write(self._escape(turn.content))
@@ -414,12 +414,12 @@ class PromptEncoder:
         return "".join(lines) + "Assistant:"
 
     def _leading_bos(self) -> str:
-        """The beginning-of-text token if the tokenizer adds one itself; templates write their own."""
+        """Return the beginning-of-text token if the tokenizer adds it; templates write their own."""
         bos = self._tokenizer.bos_token_id
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
     def _renders(self, turns: Sequence[Turn]) -> bool:
-        """True if the template renders ``PROBE`` in these turns; some raise at a role, some drop the text."""
+        """True if the template renders ``PROBE`` in these turns; some raise for a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:
@@ -435,9 +435,9 @@ class PromptEncoder:
         return True
 
     def _changes(self) -> list[str]:
-        """A note if the template changes earlier text with each question, so that it is processed again."""
+        """Return a note if the template changes earlier text with each question, which is then processed again."""
         for system, questions in product((False, True), PROBED):
-            with suppress(UsageError):  # the template may refuse so many turns
+            with suppress(UsageError):  # the template may refuse that many turns
                 text, longer = (self.render(_conversation(number, system)) for number in (questions, questions + 1))
                 same = common_prefix(text, longer)
                 if same < text.rfind(_asked(questions)):
@@ -449,7 +449,7 @@ class PromptEncoder:
         return []
 
     def _change(self, text: str, longer: str, same: int) -> str:
-        """How the template changed ``text`` to ``longer`` after their ``same`` common characters."""
+        """Describe how the template changed ``text`` to ``longer`` after their first ``same`` characters."""
         if not self.begins_with_system and SYSTEM.content in longer[same:]:
             return "moves the system prompt to the last question"
         if _asked(1) not in longer:
@@ -458,7 +458,7 @@ class PromptEncoder:
         return "writes “{}” first and “{}” later".format(*map(visible, lines))
 
     def _notes(self) -> tuple[str, ...]:
-        """A note if the template drops user messages.
+        """Return a note if the template drops user messages.
 
         Raises:
             ModelError: it renders nothing or refuses every conversation.
@@ -479,7 +479,7 @@ class PromptEncoder:
         return ("The model's chat template drops user messages: answers do not depend on the questions.",)
 
     def _ignored(self, variables: Mapping[str, Any]) -> str:
-        """A sentence about those of ``variables`` that the template does not read, empty if there are none."""
+        """Return a sentence about ``variables`` that the template does not read, or ""."""
         unknown = [name for name in variables if name not in (TOOLS, *self.variables)]
         reads = ", ".join(self.variables) or "none"
         return f"The template ignores {', '.join(unknown)}; it reads {reads}." if unknown else ""
@@ -494,7 +494,7 @@ class PromptEncoder:
         return ids
 
     def _tokenize_part(self, text: str, anchor: Anchor) -> list[int]:
-        """The ids of a text, as the tokenizer has them after ``anchor``."""
+        """Return the ids of a text as the tokenizer produces them after ``anchor``."""
         if not text:
             return []
         ids: list[int] = self._tokenizer.encode(anchor.text + text, add_special_tokens=False, verbose=False)
@@ -517,7 +517,7 @@ def _asked(number: int) -> str:
 
 
 def _conversation(questions: int, system: bool) -> list[Turn]:
-    """A conversation to try the template with; one with more questions begins with those with fewer."""
+    """Return a conversation to test the template with; a longer one begins with all shorter ones."""
     turns = [Turn("user", _asked(1))]
     for number in range(2, questions + 1):
         turns += [Turn("assistant", "I see."), Turn("user", _asked(number))]
@@ -525,10 +525,10 @@ def _conversation(questions: int, system: bool) -> list[Turn]:
 
 
 def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> Anchor:
-    """What text is tokenized after as if it continued other text; the beginning if nothing will do.
+    """Find text after which a tokenizer treats a text as a continuation; ``START`` if there is none.
 
-    Tokenizers with word-start marks (SentencePiece) put one at the very beginning, but not after a control token. Some,
-    as Llama 2's, put one there too, but not after a line end.
+    Tokenizers with word-start marks (SentencePiece) add one at the beginning of a text, but not after a control token.
+    Some, such as Llama 2's, add one there too, but not after a line end.
     """
     for id, token in tokenizer.added_tokens_decoder.items():
         for text in (token.content, f"{token.content}\n") if token.special and not token.rstrip else ():
@@ -547,7 +547,7 @@ def _check(turns: Sequence[Turn]) -> None:
 
 
 def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the system text moved into the first user turn, for templates without a system role."""
+    """Move the system text into the first user turn, for templates without a system role."""
     system = "\n\n".join(turn.content.strip() for turn in turns if turn.role == "system")
     rest = [turn for turn in turns if turn.role != "system"]
     first = next(i for i, turn in enumerate(rest) if turn.role == "user")
@@ -559,13 +559,13 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
 
 @dataclass
 class Stored:
-    """The ids whose K/V are stored, and the text that they stand for.
+    """The ids whose K/V are stored, and their text.
 
     Attributes:
-        marks: pairs (number of ids, number of characters), ascending: so many ids stand for exactly so much of
-            ``text``. Ids after the last mark have no known text.
-        reduced: for each id, True if its K/V were computed while a mode attended to less than everything.
-        saved: the number of first ids whose K/V are on disk, in pages with these ``links``.
+        marks: ascending pairs (number of ids, number of characters): the first ids stand for exactly the first
+            characters of ``text``. The text of ids after the last mark is unknown.
+        reduced: for each id, True if its K/V were computed with reduced context.
+        saved: how many of the first ids have their K/V on disk, in pages with these ``links``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -577,16 +577,16 @@ class Stored:
 
     @property
     def reduced_tokens(self) -> int:
-        """Number of ids whose K/V were computed with less context."""
+        """Number of ids whose K/V were computed with reduced context."""
         return sum(self.reduced)
 
     @property
     def first_reduced(self) -> int:
-        """Index of the first of them, or the number of ids."""
+        """Index of the first such id, or the number of ids."""
         return self.reduced.index(True) if True in self.reduced else len(self.ids)
 
     def extend(self, ids: Sequence[int], reduced: bool = False) -> None:
-        """Add ids without a text."""
+        """Append ids whose text is unknown."""
         self.ids.extend(ids)
         self.reduced.extend([reduced] * len(ids))
 
@@ -594,11 +594,11 @@ class Stored:
         vars(self).update(vars(other))
 
     def copy_text_of(self, other: Stored) -> None:
-        """Copy text and marks of ``other``, whose ids are the same."""
+        """Copy text and marks of ``other``, which has the same ids."""
         self.text, self.marks = other.text, other.marks
 
     def mark_text(self, text: str) -> None:
-        """Note that all ids so far stand for ``text``; older marks that contradict it are dropped."""
+        """Record that the ids so far stand for ``text``; older marks that contradict it are dropped."""
         matched, _ = self.matched_prefix(text)
         kept = [mark for mark in self.marks if mark[0] <= matched and mark[0] < len(self.ids)]
         self.marks = [*kept, (len(self.ids), len(text))]
@@ -611,12 +611,12 @@ class Stored:
         self.text = self.text[: self.marks[-1][1]] if self.marks else ""
 
     def matched_prefix(self, text: str) -> tuple[int, int]:
-        """The last mark whose text is a prefix of ``text``, else (0, 0)."""
+        """Return the last mark whose text is a prefix of ``text``, else (0, 0)."""
         found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
         return next(found, (0, 0))
 
     def matched_prefix_from(self, text: str, chars: int) -> tuple[int, int] | None:
-        """The first mark with at least ``chars`` characters whose text is a prefix of ``text``."""
+        """Return the first mark with at least ``chars`` characters whose text is a prefix of ``text``."""
         found = (mark for mark in self.marks if mark[1] >= chars and text.startswith(self.text[: mark[1]]))
         return next(found, None)
 

@@ -1,17 +1,17 @@
-"""Recovery while an answer is generated: entropy signals detect that it goes wrong, the SR, WR, FR, RR ladder acts.
+"""Recovery during an answer: signals detect that the text goes wrong, and the levels SR, WR, FR and RR correct it.
 
-What is measured are the model's own probabilities, before temperature and cuts; they are read back with the token.
+The signals use the model's own probabilities, before temperature and truncation; they are read back with the token.
 
-Paper: ASR-KF-EGR, section 3.6, which names the four levels and leaves triggers to future work. ``Ladder`` is pure
-numbers: the caller measures every token and carries out what it answers.
+Paper: ASR-KF-EGR, section 3.6, which names the four levels and leaves the triggers to future work. ``Ladder`` only
+computes: the caller measures every token and carries out the level that it returns.
 
 Decisions:
-    * A signal is compared with the 64 tokens before it, from the 32nd token on. Falling log-probability is measured
-      in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
-    * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
+    * A signal is compared with the 64 tokens before it, from the 32nd token on. A fall of the log-probability is
+      measured in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
+    * A deviation counts as at least ``MIN_DEVIATION``, so that one surprise in a very certain text is no alarm.
     * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
-    * Levels that a mode has no use for are left out. RR that may not be repeated yet becomes the level before, and FR
-      is not repeated while it holds: a model that repeats itself although all is read is not helped by reading all.
+    * Levels that a mode cannot use are left out. RR that may not be repeated yet is replaced by the level before. FR is
+      not repeated while it holds: it does not help a model that repeats itself although it reads everything.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ REGENERATE_EVERY = 128
 
 
 class RecoveryMonitor:
-    """Draws the tokens of one answer and watches them. ``due`` is what is to be done before the next one.
+    """Samples the tokens of one answer and watches them; ``due`` is the recovery to carry out before the next token.
 
-    ``level`` is that of the last action, calm, or empty without recovery.
+    ``level`` is the level of the last action, "calm", or empty without recovery.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -55,7 +55,7 @@ class RecoveryMonitor:
         self._states: deque[SamplerState] = deque(maxlen=REGENERATE_TOKENS)
 
     def draw(self, logits: Tensor, mode: Mode) -> int:
-        """The next token; without recovery nothing is measured.
+        """Sample the next token; without recovery nothing is measured.
 
         Raises:
             EngineError: the logits are not finite.
@@ -75,12 +75,12 @@ class RecoveryMonitor:
         return token
 
     def take(self) -> tuple[Level, Trigger] | None:
-        """Return the recovery that is due and forget it; None if none is."""
+        """Return the recovery that is due, if any, and forget it."""
         due, self.due = self.due, None
         return due
 
     def rewind(self) -> int:
-        """Forget the last ``REGENERATE_TOKENS`` at most and draw other random numbers; return how many they were."""
+        """Forget up to ``REGENERATE_TOKENS`` tokens and use other random numbers; return how many were forgotten."""
         tokens = len(self._states)
         self.sampler.set_state(self._states[0])
         self.sampler.fork()
@@ -89,18 +89,18 @@ class RecoveryMonitor:
         return tokens
 
     def _watch(self, mode: Mode) -> None:
-        """A mode has a ladder of its own levels."""
+        """Use the ladder of the mode's levels."""
         levels = mode.recovery_levels
         if self.sampler.greedy and levels == ("RR",):
-            levels = ()  # nothing would come out otherwise
+            levels = ()  # greedy sampling would only repeat the withdrawn tokens
         if levels != self.ladder.levels:
             self.ladder = Ladder(levels)
 
 
 def measure(logits: Tensor, token: Tensor) -> Tensor:
-    """``token`` (0-d), the entropy in nats of the distribution ``logits [vocab]`` stand for, and its log-probability.
+    """Return ``token`` (0-d), the entropy in nats of the distribution of ``logits [vocab]``, and its log-probability.
 
-    float64 ``[3]``, so that one read-back gets all.
+    All are in one float64 ``[3]``, so that they are read back at once.
     """
     log_probs = logits.log_softmax(0)
     log_prob = log_probs.index_select(0, token.clamp(min=0).view(1))
@@ -109,7 +109,7 @@ def measure(logits: Tensor, token: Tensor) -> Tensor:
 
 
 class Trigger(NamedTuple):
-    """The signal that triggered recovery: ``entropy`` (z), ``log-prob`` (z) or ``repetition`` (times)."""
+    """The signal that triggered recovery: ``entropy`` (z), ``log-prob`` (z) or ``repetition`` (count)."""
 
     signal: str
     value: float
@@ -117,7 +117,7 @@ class Trigger(NamedTuple):
 
 @dataclass
 class Signals:
-    """Measurements at each token of one answer."""
+    """The measurements of each token of one answer."""
 
     entropies: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Signals:
     _grams: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def add(self, token: int, entropy: float, log_prob: float) -> Trigger | None:
-        """A token was drawn from a distribution of ``entropy`` nats, in which its logarithmic probability was this."""
+        """Add a token, sampled with log-probability ``log_prob`` from a distribution of ``entropy`` nats."""
         z = _deviations(entropy, self.entropies)
         self._spikes.append(z > SIGMAS)
         self.entropies.append(entropy)
@@ -136,7 +136,7 @@ class Signals:
         if len(self.tokens) >= NGRAM:
             gram = tuple(self.tokens[-NGRAM:])
             times = self._grams[gram] = self._grams.get(gram, 0) + 1
-        # By how many deviations the last 8 tokens' mean log-probability lies under that of the tokens before.
+        # How many deviations the mean log-probability of the last 8 tokens is below that of the tokens before.
         last = self.log_probs[-LOG_PROB_SPAN:]
         fall = -_deviations(math.fsum(last) / len(last), self.log_probs[:-LOG_PROB_SPAN])
         if self._spikes[-1] and sum(self._spikes[-SPIKE_SPAN:]) >= SPIKES:
@@ -155,24 +155,24 @@ class Signals:
 
 
 class Ladder:
-    """Chooses one of ``levels`` at each trigger; counts the tokens drawn, withdrawn ones included."""
+    """Chooses one of ``levels`` at each trigger; counts the sampled tokens, including withdrawn ones."""
 
     def __init__(self, levels: Sequence[Level] = LEVELS) -> None:
         self.levels = tuple(levels)
         self.drawn = 0
         self._acted = -CALM_TOKENS - 1
         self._regenerated = -REGENERATE_EVERY
-        self._reset = -RECENT - 1  # when FR, or RR that begins with it, was last carried out
+        self._reset = -RECENT - 1  # when FR, or RR, which includes it, was last carried out
         self._level_index = 0
         self._last = ""
 
     @property
     def level(self) -> str:
-        """The level of the last action, empty when all is calm."""
+        """The level of the last action, empty once the text is calm."""
         return self._last if self.drawn - self._acted <= CALM_TOKENS else ""
 
     def token(self, triggered: bool) -> Level | None:
-        """A token was drawn; the action to take now."""
+        """Count a sampled token; return the level to carry out now, if any."""
         self.drawn += 1
         since = self.drawn - self._acted
         if not triggered or not self.levels or since <= COOL_DOWN:
@@ -200,7 +200,7 @@ class Ladder:
 
 
 def _deviations(value: float, series: Sequence[float]) -> float:
-    """Number of standard deviations of ``value`` above the last 64 of ``series``; 0 before there are 32."""
+    """Return how many standard deviations ``value`` is above the last 64 of ``series``; 0 for fewer than 32."""
     if len(series) < WARM_UP:
         return 0.0
     base = series[-BASELINE:]

@@ -1,13 +1,11 @@
-"""ModelRunner: prefill and decode steps, the model's forwards over the KV manager; on a GPU a step is one CUDA graph.
+"""ModelRunner: prefill and decode steps of a model with a KV manager; on a GPU a decode step is one CUDA graph.
 
-The first step of a kind runs eagerly, as the warm-up that a capture needs. The second is captured, and replayed from
-then on: the processor launches one graph a token. ``KVManager.graph_key`` tells kinds apart: the mode, the kind of its
-step, and the addresses of its tensors. After growth or a switch the next two steps warm up and capture again. If a step
-cannot be captured it runs eagerly, and ``refusal`` says why.
-
-The memory that a prefill takes besides weights and K/V depends on the widths of the layers, the intermediate results
-that the model's code keeps, experts and quantized weights. It is proportional to the tokens, so two short forwards
-measure it.
+The first step of a kind runs eagerly, as the warm-up that a capture needs. The second is captured and replayed from
+then on, so that the CPU launches one graph per token. ``KVManager.graph_key`` tells kinds apart: by the mode, its kind
+of step, and the addresses of its tensors. After slots grow or the mode switches, the next two steps warm up and capture
+again. A step that cannot be captured runs eagerly, and ``refusal`` says why.
+The memory of a prefill besides weights and K/V depends on layer widths, intermediate results that the model's code
+keeps, experts and quantized weights. It is proportional to the tokens, so two short forward passes measure it.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.rows import ThreadBudget, without_onednn
 from kvchat.models.recurrent import TAIL, RecurrentState
 
-# Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
-# K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
+# Tokens per prefill chunk on a CPU. Smaller chunks can be stopped sooner and need less workspace, larger ones read the
+# stored K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
 CHUNK = 512
 MEASURED_TOKENS = 1024
 Replay = Callable[[], None]
-# Kinds of step kept of one mode: sync has as many as it has phases; more come and go as a conversation grows.
+# Graphs kept for one mode: sync needs one per phase; other kinds come and go as a conversation grows.
 MAX_GRAPHS = 16
 
 
@@ -53,7 +51,7 @@ def geometry_of(model: LoadedModel) -> Geometry:
 def traits_of(
     model: LoadedModel, calibration: Calibration | None = None, choice: TokenChoice | None = None
 ) -> ModelTraits:
-    """Return what modes may need to know of the model; ``calibration`` and ``choice`` are what was measured of it."""
+    """Return what modes need to know about the model, with a ``calibration`` or ``choice`` measured earlier."""
     choice = choice or (calibration.choice if calibration else None)
     return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration, choice)
 
@@ -61,8 +59,8 @@ def traits_of(
 class ModelRunner:
     """Runs a model's tokens through a KV manager.
 
-    ``chunk`` is the number of tokens of one prefill forward, None if it depends on the free memory. If memory runs out
-    nevertheless, fewer are tried, down to ``least``.
+    ``chunk`` is the number of tokens per prefill chunk, or None if it depends on the free memory. If memory runs out
+    anyway, smaller chunks are tried, down to ``least``.
     """
 
     least = CHUNKS[0]
@@ -82,10 +80,10 @@ class ModelRunner:
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
         eager = ""
-        if len(model.devices) > 1:  # torch's pool for a graph is one device's
-            eager = f"its layers are on {len(model.devices)} GPUs"
-        if model.ranks > 1:  # whether a sum over ranks can be captured was seen on no two GPUs yet
-            eager = f"its heads are on {model.ranks} GPUs"
+        if len(model.devices) > 1:  # a CUDA graph's memory pool belongs to one device
+            eager = f"the layers are on {len(model.devices)} GPUs"
+        if model.ranks > 1:  # capturing a sum over ranks is untested on two GPUs
+            eager = f"the heads are on {model.ranks} GPUs"
         if recorder is None and model.device.type == "cuda":
             recorder = CudaRecorder(model.device)
         self.graphs = GraphRunner(self.kv, recorder, eager, self.recurrent)
@@ -93,18 +91,18 @@ class ModelRunner:
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how steps run, whatever the mode; for ``Snapshot.badges``."""
+        """Return warnings about how steps run in any mode, for ``Snapshot.badges``."""
         kv = self.kv
         return *kv.state.host.badges, *kv.state.ops.badges, *self.graphs.badges
 
     # ---- a decode step
 
     def step(self, token: int) -> Tensor:
-        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32.
+        """Store ``token``, reading what the mode chooses; return the next token's logits ``[vocab]``, float32.
 
         Raises:
             UsageError: the model has no such token.
-            DoesNotFitError: memory is short. Nothing is stored then.
+            DoesNotFitError: memory ran out; nothing is stored then.
         """
         self._check_tokens((token,))
         return self._step(token, token in self._control)
@@ -112,11 +110,11 @@ class ModelRunner:
     def guess(self, token: int, tokens: int, draw: Callable[[Tensor], Tensor]) -> list[int]:
         """Store ``token``, ``draw`` the next one from its logits, and so on; return the ``tokens`` drawn.
 
-        Call it inside ``guessing``. All are read back at the end: on a GPU no step waits for another one's token. The
-        last token is not stored. A token below 0, drawn from logits that are not finite, is stored as token 0.
+        Call it inside ``guessing``. All tokens are read back at the end, so that on a GPU no step waits for the token
+        before. The last one is not stored. A token below 0, drawn from logits that are not finite, is stored as 0.
 
         Raises:
-            DoesNotFitError: memory is short.
+            DoesNotFitError: memory ran out.
         """
         drawn = torch.empty(tokens, dtype=torch.int64, device=self.model.device)
         last: int | Tensor = token
@@ -144,7 +142,7 @@ class ModelRunner:
         return logits
 
     def _forward(self) -> Tensor:
-        """The part of a step that runs on the device: the logits ``[vocab]`` after the token in ``_token``."""
+        """Run the device's part of a step; return the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
         position = self.kv.mode.context_policy.model_position(self.kv.state.position).view(1)
         with without_onednn(self.model.dtype, self.model.device):
@@ -161,16 +159,16 @@ class ModelRunner:
     # ---- a prefill
 
     def prefill(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor | None]]:
-        """Store ``ids`` chunk by chunk; yield each chunk once it is stored, with the last one the logits ``[vocab]``.
+        """Store ``ids`` chunk by chunk; yield each stored chunk, the last one with the logits ``[vocab]``.
 
-        May be abandoned between two chunks: what was yielded is stored, and the next step fills the slots first.
+        May be abandoned between two chunks: the yielded chunks stay stored, and the next step fills the slots first.
 
         Raises:
             UsageError: the model has no such token.
-            DoesNotFitError: there is no memory for even the smallest forward; what was yielded is stored.
+            DoesNotFitError: not even the smallest chunk fits in memory; the yielded chunks stay stored.
         """
         self._check_tokens(ids)
-        with torch.inference_mode(), explained(self.kv, "reading the conversation again"):
+        with torch.inference_mode(), explained(self.kv, "prefilling the conversation again"):
             self._reread()
         self.recurrent.keep(before_answer=True)
         chunk_size = self.chunk or self.planned_chunk(len(ids))
@@ -197,7 +195,7 @@ class ModelRunner:
         return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, self.model.devices)
 
     def _read_chunk(self, ids: Sequence[int], done: int, tokens: int) -> tuple[Sequence[int], Tensor | None]:
-        """Store the next ``tokens`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
+        """Store up to ``tokens`` of ``ids`` after the first ``done``; halve the chunk whenever memory runs out."""
         with explained(self.kv, "reading the prompt"):
             while True:
                 chunk = ids[done : done + tokens]
@@ -207,34 +205,34 @@ class ModelRunner:
                     if len(chunk) <= self.least or not is_out_of_memory(error):
                         raise
                 tokens = max(self.least, len(chunk) // 2)
-                # The memory for smaller forwards is fragmented in torch's cache.
+                # Free torch's cached blocks, which are too fragmented for a smaller forward pass.
                 torch.cuda.empty_cache()
 
     @contextmanager
     def guessing(self) -> Iterator[None]:
-        """``KVManager.guessing``, for ``step``."""
+        """Enter ``KVManager.guessing``, for ``step``."""
         with torch.inference_mode(), explained(self.kv, "drafting"), self.kv.guessing():
             yield
 
     @property
     def rows(self) -> int:
-        """Tokens that one forward of ``verify`` may store.
+        """Return how many tokens one ``verify`` may store.
 
-        Up to the model's context; if pages are quantized, at most all but the last token of the current page, because a
-        quantized page cannot take tokens back.
+        That is the rest of the model's context, or, if pages are quantized, all but the last token of the current page,
+        because a quantized page cannot be truncated.
         """
         left, state = self.model.context - self.kv.total, self.kv.state
         page = state.geometry.page
         return min(left, page - 1 - state.total % page) if state.quantizes else left
 
     def verify(self, ids: Sequence[int]) -> Tensor:
-        """Store ``ids`` exactly, in one forward; return the logits after each of them, ``[n, vocab]``.
+        """Store ``ids`` exactly in one forward pass; return the logits after each of them, ``[n, vocab]``.
 
         Not for a model with recurrent layers: their state cannot be truncated token by token.
 
         Raises:
             UsageError: the model has no such token.
-            DoesNotFitError: memory is short. Nothing is stored then.
+            DoesNotFitError: memory ran out; nothing is stored then.
         """
         self._check_tokens(ids)
         with explained(self.kv, "verifying drafts"), self.thread_budget:
@@ -243,7 +241,7 @@ class ModelRunner:
         return logits
 
     def end_at(self, row: int) -> None:
-        """``KVManager.end_at``, after ``verify``; truncate what follows that row next."""
+        """Call ``KVManager.end_at`` after ``verify``; the caller then truncates the tokens after that row."""
         with torch.inference_mode():
             self.kv.end_at(row)
 
@@ -264,7 +262,7 @@ class ModelRunner:
         return found
 
     def _reread(self) -> None:
-        """Bring the recurrent state of a hybrid model up to date with all stored tokens; their K/V do not change."""
+        """Bring the recurrent state of a hybrid model up to date with the stored tokens; their K/V do not change."""
         if not self.recurrent.exists:
             return
         self.recurrent.restore(self.model.device)
@@ -283,23 +281,23 @@ class ModelRunner:
         """Forget all but the first ``tokens``.
 
         Raises:
-            DoesNotFitError: memory is short; they are forgotten, and the next step fills the slots first.
+            DoesNotFitError: memory ran out; the tokens are forgotten anyway, and the next step fills the slots first.
         """
         self.recurrent.truncate(tokens)
         with torch.inference_mode(), explained(self.kv, "filling the slots"):
             self.kv.truncate(tokens)
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Attend to the stored tokens at ``positions`` at every step, whatever the mode keeps.
+        """Read the stored tokens at ``positions`` at every step, whatever the mode chooses.
 
         Raises:
-            DoesNotFitError: there is no room for them beside what the mode keeps; those before stay pinned.
+            DoesNotFitError: they do not fit besides what the mode keeps; the earlier pins remain.
         """
         with torch.inference_mode(), explained(self.kv, "pinning"):
             self.kv.pin(positions)
 
     def restore(self, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
-        """Store the tokens of ``checkpoint`` again, with these ``ids``, after the first ``checkpoint.start``."""
+        """Store the tokens of ``checkpoint`` again, with these ``ids``, after the first ``checkpoint.start`` tokens."""
         self.recurrent.truncate(checkpoint.start)
         self.kv.restore(checkpoint)
         self.recurrent.append_unread(ids)
@@ -307,7 +305,7 @@ class ModelRunner:
     # ---- refusals
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary, which on a GPU would end the process, not only the forward."""
+        """Refuse ids outside the vocabulary, which on a GPU would end the whole process."""
         vocab = self.model.vocab
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:
@@ -319,15 +317,15 @@ class ModelRunner:
 
 
 class WithoutAttention:
-    """An ``AttentionBackend`` without K/V and attention, whose memory is computed and not measured."""
+    """An ``AttentionBackend`` without K/V or attention, because their memory is computed, not measured."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Zeros ``[H_q, n, d_v]``."""
+        """Return zeros ``[H_q, n, d_v]``."""
         return query.new_zeros((*query.shape[:2], value.shape[-1]))
 
 
 def prefill_bytes_per_token(model: LoadedModel) -> int:
-    """Device bytes that a forward takes for each of its tokens, measured by two short forwards on a GPU."""
+    """Return the device bytes that a prefill takes per token, measured by two short forward passes on a GPU."""
     high = min(MEASURED_TOKENS, model.context)
     low = high // 4
     low_bytes, high_bytes = _peak_of_forward(model, low), _peak_of_forward(model, high)
@@ -335,7 +333,7 @@ def prefill_bytes_per_token(model: LoadedModel) -> int:
 
 
 def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
-    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before, on the fullest device."""
+    """Return the peak bytes of a forward pass of ``tokens`` tokens above those before it, on the fullest device."""
     before = [torch.cuda.memory_allocated(device) for device in model.devices]
     for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
@@ -349,20 +347,20 @@ def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
 class CudaRecorder:
     """Captures CUDA graphs of one device; they share a memory pool, because only one runs at a time.
 
-    If the host takes part in a step (``host_attention.pauses``) a graph ends there and another begins, as in vLLM's
-    piecewise graphs. A replay runs the graphs and the host's work in turn.
+    Where the CPU takes part in a step (``host_attention.pauses``) one graph ends and another begins, as in vLLM's
+    piecewise graphs. A replay alternates between the graphs and the CPU's work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # torch's own stream for captures is one of the device that was current when it was first wanted.
+        # torch's default capture stream belongs to the device that was current when it was first used.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         if not self._graphs:
-            # torch asserts that a pool which all its graphs left is empty, and cuBLAS' workspace stays in it for good.
+            # torch asserts that a pool without graphs is empty, but cuBLAS' workspace stays in it: start a new pool.
             self._pool = torch.cuda.graph_pool_handle()
         graphs: list[torch.cuda.CUDAGraph] = []
         parts: list[Replay] = []
@@ -371,7 +369,7 @@ class CudaRecorder:
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
             parts.append(graphs[-1].replay)
-            # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
+            # Other threads of this process, which read the GPU's state, may call CUDA meanwhile.
             mode = "thread_local"
             capture.enter_context(torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode=mode))
 
@@ -392,18 +390,18 @@ class CudaRecorder:
                     begin()
                     result = run()
             except Exception:
-                self._failed += graphs  # kept alive: torch's allocator still asks a capture that failed to end
+                self._failed += graphs  # kept alive: torch's allocator still queries a failed capture
                 raise
             finally:
                 host_attention.pauses.pop()
-                torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
+                torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         self._graphs.update(graphs)
         return replay, result
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Turn the garbage collector off: freeing pinned memory waits for the device, which a capture must not."""
+    """Turn garbage collection off: freeing pinned memory waits for the device, which a capture does not allow."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -414,10 +412,10 @@ def _uncollected() -> Iterator[None]:
 
 
 class GraphRunner:
-    """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none.
+    """Runs the steps of a KV manager, as CUDA graphs if there is a recorder; ``refusal`` says why this mode has none.
 
-    A ``refusal`` that is given holds for every mode. What ``recurrent`` layers keep is changed in place by a step, and
-    its addresses are part of a step's kind.
+    A ``refusal`` passed in applies to every mode. A step changes the ``recurrent`` state in place, so the state's
+    addresses are part of the step's kind.
     """
 
     def __init__(
@@ -438,7 +436,7 @@ class GraphRunner:
 
     @property
     def prepares(self) -> bool:
-        """True if the next steps are slow, because the mode's first ones warm up and are captured."""
+        """True if the next steps are slow, because the mode's first steps warm up and are captured."""
         return self._usable() and not self._recorded
 
     @property
@@ -446,7 +444,7 @@ class GraphRunner:
         return (f"no CUDA graph: {self.refusal}",) if self.refusal else ()
 
     def run(self, step: Callable[[], Tensor]) -> Tensor:
-        """Return the result of ``step``, which the caller may keep."""
+        """Return the result of ``step``, as a tensor that the caller may keep."""
         if not self._usable():
             return step()
         state = self._recurrent.addresses if self._recurrent else ()
@@ -455,7 +453,7 @@ class GraphRunner:
             self._warm.add(kind)
             result = step()
             if self._recurrent and self._recurrent.addresses != state:
-                self.refusal = "its recurrent layers keep their state elsewhere after each step"
+                self.refusal = "the recurrent layers move their state at each step"
             return result
         replay, result = self._recorded[kind]
         replay()
@@ -464,9 +462,9 @@ class GraphRunner:
     def _usable(self) -> bool:
         if self._kv.mode is not self._mode:
             self._forget()
-        # A pageable host pool is gathered from by the CPU.
+        # The CPU gathers from a pageable host pool, so such a step cannot be captured.
         captured = self._kv.state.host.pinned
-        # The very first token takes another path through recurrent layers.
+        # The very first token runs other code in recurrent layers.
         captured = captured and (self._recurrent is None or self._recurrent.position > 0)
         return self._recorder is not None and not self.refusal and captured
 
@@ -476,16 +474,16 @@ class GraphRunner:
             self._recorded.clear()
         try:
             self._recorded[kind] = self._recorder(step)
-        except Exception as error:  # noqa: BLE001  # Triton and transformers raise errors of their own
+        except Exception as error:  # noqa: BLE001  # Triton and transformers raise their own errors
             # A captured step was not executed; the caller now runs it eagerly, which raises if it cannot run at all.
-            # An error at the end of a capture only follows from the one inside.
+            # An error at the end of a capture is only a consequence of the one inside it.
             ended = isinstance(error, torch.AcceleratorError)
             first = (error.__context__ if ended else None) or error
             self.refusal = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
         return not self.refusal
 
     def _forget(self) -> None:
-        """Drop graphs that hold addresses of memory which the mode freed when it was left."""
+        """Drop graphs that refer to memory which the previous mode freed."""
         self._mode = self._kv.mode
         self.refusal = self._always
         self._recorded.clear()

@@ -1,17 +1,17 @@
-"""Logits -> the next token, on the logits' device and without waiting for it.
+"""Sample the next token from logits, on the logits' device and without waiting for it.
 
-The order is transformers': repetition penalty, temperature, top-k, top-p, min-p; OpenAI's penalties for presence and
-frequency come after the first, and count the answer's tokens alone, as in vLLM. Departure: top-k keeps exactly k
-tokens where several tie for the last place. Nothing here synchronizes; only ``read`` waits.
+The order is transformers': repetition penalty, temperature, top-k, top-p, min-p. OpenAI's presence and frequency
+penalties come after the first, and count only the answer's tokens, as in vLLM. Departure: top-k keeps exactly k tokens
+even if several tie for the last place. Nothing here synchronizes; only ``read`` waits.
 
-On a GPU a call launches 7 kernels if greedy, 19 if it draws, 30 with top-k and top-p, 46 with every setting. They are
-in no CUDA graph: the step's graph still computes while they are queued, so that a graph would save the gaps between
-them, about 1 us each: by computation at most 1 % of an 8B's token on an H200 (4.7 ms), 0.3 % on an RTX 3060. What the
-GPU waits for between two tokens is the number that ``read`` brings, by which the answer may end; a step that began
-without it would have to be taken back, and its slots filled again.
+On a GPU, one call launches 7 kernels if greedy, 19 if it samples, 30 with top-k and top-p, and 46 with every setting.
+They are not in a CUDA graph: they are queued while the step's graph still runs, so a graph would only save the gaps of
+about 1 us between them: by computation at most 1 % of an 8B model's token on an H200 (4.7 ms), and 0.3 % on an RTX
+3060. Between two tokens the GPU waits for the id that ``read`` returns, because it may end the answer; a step started
+without it would have to be undone, and its slots filled again.
 
-A ``Grammar`` holds an answer to a JSON schema: before each token those are ruled out that cannot go on with it.
-llguidance knows which ones; it is asked once a token, on the CPU.
+A ``Grammar`` makes an answer follow a JSON schema: before each token, tokens that cannot continue it are ruled out.
+llguidance computes them on the CPU, once per token.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULTS, ADVISED = Sampling(), Sampling(temperature=TEMPERATURE)
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a model's makers may advise
-GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
-LEAST_TOP_P = 1e-6  # a much smaller one, of which one token is left, is lost in float32 when it is subtracted from 1
-LONGEST = 32.0  # a random time that is none of 2**24: finite, so that no token of weight 0 comes as early
-NO_TOKEN = -1  # drawn from logits that are not finite
-# Between the parts of JSON, or a small model may write white space without end.
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # settings that a model's authors may advise
+GREEDY_BELOW = 1e-5  # below this temperature only one token is left in float32
+LEAST_TOP_P = 1e-6  # below this top-p only one token is left; subtracting a much smaller one from 1 gives 1 in float32
+LONGEST = 32.0  # replaces an infinite random time (the others are shorter), so that no token of weight 0 ties with it
+NO_TOKEN = -1  # sampled from logits that are not finite
+# White space allowed between the parts of JSON; without a limit a small model may write it forever.
 WHITE_SPACE = r"[ \n]{0,16}"
 
 
 class SamplerState(NamedTuple):
-    """The state of a sampler: that of the generator, ``seen`` [vocab], bools, and how often each was ``drawn``."""
+    """The state of a sampler: of its generator, bools ``seen`` [vocab], and how often each token was ``drawn``."""
 
     generator: Tensor
     seen: Tensor
@@ -53,7 +53,7 @@ class SamplerState(NamedTuple):
 
 
 def _with(advised: Sampling, sampling: Sampling) -> Sampling:
-    """``sampling`` with what is ``advised``, all of it or nothing: a temperature of a person's own takes its place."""
+    """Fill in ``advised`` settings that ``sampling`` leaves at their defaults, unless the user set a temperature."""
     if sampling.temperature is not None:
         return sampling
     left = [name for name in DRAWN if getattr(sampling, name) == getattr(DEFAULTS, name)]
@@ -61,14 +61,14 @@ def _with(advised: Sampling, sampling: Sampling) -> Sampling:
 
 
 class Sampler:
-    """Draws the tokens of one answer; the same seed gives the same tokens.
+    """Samples the tokens of one answer; the same seed gives the same tokens.
 
-    On a CPU a greedy call costs about 10 µs at 8,192 logits, a drawn one 40 µs and at 49,152 200 µs; top-p costs a sort
-    of the tokens that might be kept.
+    On a CPU a greedy call takes about 10 µs for 8,192 logits and a sampled one 40 µs (200 µs for 49,152); top-p adds a
+    sort of the tokens that may be kept.
     """
 
     def __init__(self, sampling: Sampling, vocab: int, device: torch.device | str, advised: Sampling = ADVISED) -> None:
-        """``advised`` is for what a ``sampling`` that names no temperature leaves as it is by default.
+        """``advised`` replaces defaults in a ``sampling`` without a temperature.
 
         Raises UsageError: a setting is out of range.
         """
@@ -87,11 +87,11 @@ class Sampler:
         self._once = torch.ones(1, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The next token, 0-d int64, from float32 logits [vocab]; ``NO_TOKEN`` where they hold NaN or infinity.
+        """Return the next token, 0-d int64, for float32 logits [vocab]; ``NO_TOKEN`` if they hold NaN or infinity.
 
-        Logits of -infinity are tokens that the model rules out, unless all are.
+        Logits of -infinity rule tokens out, unless all are -infinity.
         """
-        if self._penalized:  # divide what speaks for a seen token, multiply what speaks against it (arXiv:1909.05858)
+        if self._penalized:  # divide positive logits of seen tokens, multiply negative ones (arXiv:1909.05858)
             penalty = self.sampling.repetition_penalty
             logits = torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self._counts:
@@ -108,9 +108,9 @@ class Sampler:
         return token
 
     def agrees(self, rows: Tensor, drafts: Sequence[int]) -> int:
-        """The number of ``drafts`` [n] that it draws itself, one after the other, from logits ``rows`` [n, vocab].
+        """Return how many of ``drafts`` [n] the sampler itself samples, in order, from logits ``rows`` [n, vocab].
 
-        It is then as after drawing these: the token after them is still to be drawn.
+        Afterwards its state is as after sampling these; the next token is still to be sampled.
 
         Raises:
             EngineError: logits are not finite.
@@ -123,14 +123,14 @@ class Sampler:
         return len(drafts)
 
     def see(self, ids: Sequence[int] | Tensor) -> None:
-        """Count ids of the prompt as seen by the repetition penalty; drawn tokens are counted as they are drawn."""
+        """Mark prompt ids as seen, for the repetition penalty; sampled tokens are marked as they are sampled."""
         if self._penalized:
             self._seen[torch.as_tensor(ids, dtype=torch.int64, device=self._seen.device)] = True
 
     def weights(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Relative probabilities [n] and the tokens [n] that they belong to, None for all tokens in order.
+        """Return relative probabilities [n] and their tokens [n], or None for all tokens in order.
 
-        ``scores`` [vocab] are logits less their maximum, so the largest weight is 1. Not for greedy sampling.
+        ``scores`` [vocab] are logits minus their maximum, so the largest weight is 1. Not for greedy sampling.
         """
         scores, tokens = scores / self.temperature, None
         if 0 < self.sampling.top_k < len(scores):
@@ -151,37 +151,37 @@ class Sampler:
         self._drawn.copy_(state.drawn)
 
     def fork(self) -> None:
-        """Go on with other random numbers, which the seed and the number of forks so far determine."""
+        """Switch to other random numbers, determined by the seed and the number of forks so far."""
         self._forks += 1
         self.generator.manual_seed((self._seed + self._forks * 0x9E3779B97F4A7C15) % 2**63)
 
     def _draw(self, weights: Tensor, tokens: Tensor | None) -> Tensor:
-        """One token by its weight: the one that comes first, where each waits for a random time over its weight.
+        """Sample a token by weight: each gets a random time divided by its weight, and the first one wins.
 
-        Each token has a random number of its own, so that nearly the same weights nearly always draw the same token:
-        drafts are accepted (Daliri et al., arXiv:2408.07978). One number for all, sought in the sums of the weights,
-        draws another token wherever the weights before it changed.
+        Each token has its own random number, so that nearly equal weights nearly always give the same token, and drafts
+        are accepted (Daliri et al., arXiv:2408.07978). With a single random number, looked up in the cumulative
+        weights, any change of earlier weights would give another token.
         """
         bits = torch.empty(self._vocab, dtype=torch.int32, device=weights.device).random_(generator=self.generator)
-        chances = ((bits if tokens is None else bits[tokens]) + 0.5) * 2.0**-31  # of 31 bits: above 0
+        chances = ((bits if tokens is None else bits[tokens]) + 0.5) * 2.0**-31  # 31 random bits, never 0
         index = (weights / chances.neg_().log1p_().neg_().clamp_(max=LONGEST)).argmax()
-        return index if tokens is None else tokens.take(index)  # an index of no dimension would be read by the CPU
+        return index if tokens is None else tokens.take(index)  # indexing with a 0-d tensor would wait for the GPU
 
 
 def read(token: Tensor) -> int:
-    """The token as a number; waits for the device.
+    """Return the token as a number; waits for the device.
 
     Raises:
-        EngineError: it was drawn from logits that are not finite.
+        EngineError: it was sampled from logits that are not finite.
     """
     return checked(int(token))
 
 
 def checked(token: int) -> int:
-    """The token that was read.
+    """Return ``token``, which was read from the device.
 
     Raises:
-        EngineError: it was drawn from logits that are not finite.
+        EngineError: it was sampled from logits that are not finite.
     """
     if token == NO_TOKEN:
         raise EngineError(
@@ -193,11 +193,11 @@ def checked(token: int) -> int:
 
 
 def _top_p(weights: Tensor, tokens: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
-    """The smallest set of the heaviest tokens that holds the share ``p``, in descending order; others weigh 0."""
+    """Return the smallest set of the heaviest tokens that has the share ``p``, in descending order; others weigh 0."""
     wanted = weights.sum(dtype=torch.float64) * p
     if tokens is None and weights.device.type == "cpu":
-        # All tokens below an equal part of 1 - p hold less than 1 - p together. Leaving them out of the sort is a
-        # shape that depends on data, free on a CPU only: 2 ms instead of 12 at 150,000 tokens, peaked as models are.
+        # Tokens whose weight is below an equal share of 1 - p add up to less than 1 - p. Leaving them out of the sort
+        # gives a data-dependent shape, which is free only on a CPU: 2 ms instead of 12 for 150,000 peaked logits.
         tokens = (~(weights * len(weights) <= (1 - p) * weights.sum())).nonzero().squeeze(1)  # not >: keeps NaN
         weights = weights[tokens]
     weights, order = weights.sort(descending=True)
@@ -205,12 +205,12 @@ def _top_p(weights: Tensor, tokens: Tensor | None, p: float) -> tuple[Tensor, Te
     return weights * (before < wanted), order if tokens is None else tokens[order]
 
 
-# ---- answers that are held to a JSON schema
+# ---- answers constrained to a JSON schema
 class Vocabulary:
-    """The tokens as llguidance knows them, of ``vocab`` logits; making it takes a second."""
+    """The tokens in llguidance's form, for ``vocab`` logits; building it takes a second."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, ends: Collection[int]) -> None:
-        """Raises UsageError: llguidance is missing, or does not know such a tokenizer."""
+        """Raises UsageError: llguidance is missing or does not support this tokenizer."""
         libraries.require("grammar", "An answer constrained to JSON")
         from llguidance.hf import from_tokenizer
 
@@ -223,10 +223,10 @@ class Vocabulary:
 
 
 class Grammar:
-    """The state of one answer."""
+    """The parser state of one answer."""
 
     def __init__(self, vocabulary: Vocabulary, schema: str) -> None:
-        """Raises UsageError: ``schema`` is no JSON schema, or has what llguidance does not know."""
+        """Raises UsageError: ``schema`` is not a JSON schema, or llguidance does not support it."""
         from llguidance import LLMatcher
 
         self._vocab = vocabulary.vocab
@@ -241,23 +241,23 @@ class Grammar:
             raise _refused(self._matcher.get_error())
 
     def masked(self, logits: Tensor) -> Tensor:
-        """``logits`` [vocab], -infinity where a token cannot come next."""
+        """Return ``logits`` [vocab] with -infinity for tokens that cannot come next."""
         words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         allowed = (words.unsqueeze(1) >> self._bits & 1).bool().flatten()[: self._vocab]
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def take(self, token: int) -> None:
-        """Go on with the token that was drawn.
+        """Advance by a sampled token.
 
         Raises:
-            UsageError: llguidance gave up: the schema has too many ways to go on.
+            UsageError: llguidance gave up, because the schema is too ambiguous.
         """
         if not self._matcher.consume_token(token):
             raise _refused(self._matcher.get_error())
         self._taken += 1
 
     def go_back(self, tokens: int) -> None:
-        """Forget the last ``tokens`` drawn, of which those of a thought were not taken."""
+        """Go back by ``tokens`` sampled tokens; those of a thought had not advanced the grammar."""
         self._matcher.rollback(min(tokens, self._taken))
         self._taken -= min(tokens, self._taken)
 

@@ -1,4 +1,4 @@
-"""The public Python API: load a model, talk to it, switch its KV mode between two tokens."""
+"""The public Python API: load a model, chat with it, and switch its KV mode between two tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from kvchat.protocol.messages import (
 )
 
 T = TypeVar("T")
-LOOKING = "looking at what is stored"
+LOOKING = "inspecting the stored tokens"
 _loaded_by: list[int] = []  # the process that loaded the first model; its forks inherit it
 
 
@@ -79,18 +79,18 @@ def load(
     Args:
         model: ``bundled``, a folder or a hub repository.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        gpus: GPUs that a model too large for one is split over.
-        split: ``layers`` (the device has all K/V), or ``heads``: a process for each GPU, with its part of every layer
-            and of the K/V. If one of them ends, this process does.
+        gpus: number of GPUs to split a large model over.
+        split: ``layers`` (one device has all K/V), or ``heads``: one process per GPU, with its part of every layer and
+            of the K/V. If one of these processes ends, this process ends too.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        mode: the KV mode to begin with; ``auto`` lets kvchat choose.
+        mode: the first KV mode; ``auto`` lets kvchat choose.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``auto`` (weights that loading would unpack, as in GGUF files, stay small), ``none``, ``int8`` or
-            ``int4`` (on a GPU torchao's), ``nf4`` (bitsandbytes).
-        fast: replace small parts of the model by faster ones.
+        quantize: ``auto`` (GGUF and other packed weights stay packed), ``none``, ``int8`` or ``int4`` (on a GPU
+            torchao's), ``nf4`` (bitsandbytes).
+        fast: replace small parts of the model by faster implementations.
         force: load a model even if its weights do not fit the free memory.
-        host_dtype: the number format of full pages of K/V: the ``model``'s, or ``int8``.
+        host_dtype: the number format of full K/V pages: the ``model``'s, or ``int8``.
         chat_template: a file with a chat template in place of the model's own.
         template_args: variables of the chat template, each as ``KEY=VALUE``.
         progress: called with each stage of loading.
@@ -98,7 +98,7 @@ def load(
 
     Raises:
         ModelError: the model cannot be found, read or supported.
-        UsageError: an unknown mode or parameter, device or dtype.
+        UsageError: the mode, a parameter, the device or the dtype is unknown.
         DoesNotFitError: there is not enough memory.
     """
     asked = Load(
@@ -123,10 +123,10 @@ def load(
 def open_session(
     asked: Load, progress: Callable[[str], None] = lambda stage: None, system: str | None = None
 ) -> Session:
-    """Load what ``asked`` names and open a session with it; ``progress`` is called with each stage.
+    """Load the model that ``asked`` names and open a session; ``progress`` is called with each stage.
 
     Raises:
-        KvchatError: as ``load``.
+        KvchatError: the same as ``load``.
     """
     _check_loading()
     is_quantized(asked.host_dtype)
@@ -143,15 +143,15 @@ def open_session(
 
 
 class Session(Released):
-    """One conversation with one model, for one thread at a time of the process that loaded it.
+    """One conversation with one model, usable by one thread at a time in the process that loaded it.
 
-    ``cancel`` is for any thread; a thread that changes something while another does gets UsageError.
-    One answer at a time: while its generator is neither read to the end nor closed, another answer, ``rebuild``,
-    ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
-    After ``close`` and in a forked process what works with the model raises UsageError, an answer in progress too.
+    ``cancel`` may be called from any thread. Otherwise, while one thread changes something, others get a UsageError.
+    One answer at a time: until its generator is read to the end or closed, another answer, ``rebuild``, ``resume``,
+    ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
+    After ``close``, and in a forked process, anything that uses the model raises UsageError, also during an answer.
 
-    ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``. ``followers`` have the other
-    heads of a model that is split so.
+    ``asked`` are the options that ``model`` was loaded with; ``system`` is the system prompt of ``chat``. With
+    ``--split heads``, ``followers`` hold the other heads.
     """
 
     _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_prefix_cache")
@@ -187,11 +187,11 @@ class Session(Released):
     # ---- talking
 
     def chat(self, text: str, sampling: Sampling = Sampling()) -> Iterator[str]:
-        """Answer ``text`` in the conversation that the session keeps; yield pieces of text.
+        """Answer ``text`` in the conversation that the session remembers; yield pieces of text.
 
         Raises:
-            UsageError: an empty prompt or a setting out of range.
-            DoesNotFitError: the conversation is longer than the model's context, or memory is short.
+            UsageError: the prompt is empty or a setting is out of range.
+            DoesNotFitError: the conversation is longer than the model's context, or memory ran out.
         """
         self._loop.announce()
         return self._loop.lock.in_turn(self._saving(self._chat(text, sampling)))
@@ -221,18 +221,18 @@ class Session(Released):
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        On a GPU ``Preparing`` comes before the first steps of a mode. ``Switched`` or ``Noted`` say what auto changed,
+        On a GPU, ``Preparing`` precedes the first steps of a mode. ``Switched`` or ``Noted`` report what auto changed,
         before ``Started`` and between two tokens. ``between`` is called between two tokens, or two rounds of drafts,
-        with the number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
+        with the number of tokens generated so far; it may ``switch`` and ``cancel``. Only new tokens are prefilled.
 
-        If ``conversation`` is not the current one the events of ``resume`` come first; its K/V are saved afterwards.
-        None means the stored conversation that ``turns`` continue, or else a new one. A ``variant`` and
-        ``template_args`` that are not None replace those in force, for later answers too. With ``json_schema`` the
-        answer after a thought is JSON that fits it; with ``top_logprobs`` each ``Text`` has scores.
+        If ``conversation`` is not the current one, the events of ``resume`` come first. Its K/V are saved afterwards.
+        None means the stored conversation that ``turns`` continue, or a new one. A ``variant`` and ``template_args``
+        replace the current ones, also for later answers, unless they are None. With ``json_schema`` the answer after a
+        thought is JSON that matches it; with ``top_logprobs`` each ``Text`` has scores.
 
         Raises:
-            UsageError: an empty prompt, a setting out of range, or a schema that llguidance does not know.
-            DoesNotFitError: the conversation is longer than the model's context, or memory is short.
+            UsageError: the prompt is empty, a setting is out of range, or llguidance does not support the schema.
+            DoesNotFitError: the conversation is longer than the model's context, or memory ran out.
         """
         self._loop.announce()
         self._apply(template_args)
@@ -245,36 +245,36 @@ class Session(Released):
             self._loop.set_template_args(template_args)
 
     def _entered(self, variant: Variant | None) -> Iterator[Event]:
-        """Enter the mode of a ``variant`` unless it is in force; its parameters do not count as given by the user."""
+        """Enter the mode of a ``variant`` unless it is active; its parameters do not count as set by the user."""
         if variant is None:
             return
         auto, chosen = self._switcher.auto, self._switcher.merged(variant.mode, variant.params)
         if isinstance(chosen, AutoParameters):
             if not auto.is_on or auto.parameters != chosen:
-                auto.begin(chosen)  # the answer follows it
+                auto.begin(chosen)  # the answer then enters auto's choice
         elif auto.is_on or chosen != self._switcher.parameters:
             yield self.enter(chosen)
 
     def tokenize(self, turns: Sequence[Turn], template_args: Sequence[str] | None = None) -> list[int]:
-        """The ids of a prompt with these ``turns``, as ``answer`` reads it.
+        """Return the ids of the prompt that ``answer`` would prefill for ``turns``.
 
         Raises:
-            UsageError: an empty prompt, or the model's template refuses the turns.
+            UsageError: the prompt is empty, or the model's template refuses the turns.
         """
         with self._loop.lock:
             self._apply(template_args)
             return self._loop.encoder.ids_of(self._loop.encoder.render(turns), Stored())
 
     def _saving(self, *works: Iterator[T]) -> Generator[T, None, None]:
-        """The events of ``works``, one after the other; what they change in the stored K/V is saved afterwards."""
+        """Yield the events of ``works`` one after the other, then save the K/V that they changed."""
         with self._prefix_cache.changing():
             for work in works:
                 yield from work
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Open a conversation and park the current one: ``Noted``*, then ``Resumed`` if K/V of it are kept.
+        """Park the current conversation and open another: ``Noted``*, then ``Resumed`` if some of its K/V are stored.
 
-        Without ``turns`` it is a new conversation, of which nothing is stored yet.
+        Without ``turns`` it is a new conversation with nothing stored.
 
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
@@ -289,15 +289,15 @@ class Session(Released):
         self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
-        """Keep nothing of a conversation that was deleted; call it once its file was moved away."""
+        """Delete all K/V of a deleted conversation; call it after its file was moved away."""
         with self._loop.lock:
             self._loop.lock.check_idle()
             self._prefix_cache.forget(conversation)
 
     def cancel(self) -> None:
-        """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
+        """End the answer after the current token or prefill chunk; callable from any thread at any time.
 
-        An answer that was asked for and has not begun ends at its beginning; without one nothing happens.
+        An answer that has been requested but not started ends at once; without an answer nothing happens.
         """
         self._loop.cancel()
 
@@ -308,27 +308,27 @@ class Session(Released):
 
     @property
     def withdrawable(self) -> int:
-        """Number of the last tokens of an answer that recovery may still withdraw; 0 without recovery."""
+        """Number of an answer's last tokens that recovery may still withdraw; 0 without recovery."""
         return REGENERATE_TOKENS if self._switcher.parameters.recovery else 0
 
-    # ---- modes tried against each other
+    # ---- comparing modes
 
     def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
         """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
 
-        Afterwards what is stored, the mode and its parameters are as before, also if it is canceled, closed or fails.
+        Afterwards the stored tokens, the mode and its parameters are as before, even if it is canceled or fails.
 
         Raises:
-            UsageError: as ``answer``, or a variant's mode or parameter is unknown.
-            DoesNotFitError: as ``answer``, or there is no memory to checkpoint what is stored or to restore it; where
-                that failed the next question reads it again, and the mode may be a variant's.
+            UsageError: the same as ``answer``, or a variant's mode or parameter is unknown.
+            DoesNotFitError: the same as ``answer``, or memory ran out for the checkpoint or for restoring it. In the
+                latter case the next question prefills the conversation again, and the mode may be a variant's.
         """
         self._loop.announce()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
         return self._loop.lock.in_turn(self._saving(comparison.run(turns, variants, sampling)))
 
     def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
-        """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
+        """Return a conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
 
         Raises:
             DoesNotFitError: the model's context is shorter.
@@ -337,14 +337,14 @@ class Session(Released):
         case = synthetic_text.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, synthetic_text.ANSWER_TOKENS)
 
-    # ---- single tokens, for callers that draw them
+    # ---- single tokens, for callers that sample them
 
     def prefill(self, ids: Iterable[int] | Tensor) -> Tensor:
-        """Store ``ids`` ``[n]`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
+        """Store ``ids [n]`` after the stored tokens, exactly in any mode; return the next token's logits ``[vocab]``.
 
         Raises:
-            UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
-                short.
+            UsageError: there are no ids, or one is not a token; DoesNotFitError: the conversation is longer than the
+                model's context, or memory ran out.
         """
         if not (ids := _whole(ids)):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Pass at least one token id.")
@@ -357,11 +357,11 @@ class Session(Released):
         return logits
 
     def step(self, token: int | Tensor) -> Tensor:
-        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
+        """Store ``token``, reading what the mode chooses; return the next token's logits ``[vocab]``.
 
         Raises:
             UsageError: the model has no such token.
-            DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
+            DoesNotFitError: the model's context is full, or memory ran out; nothing is stored then.
         """
         (token,) = _whole((token,))
         with self._loop.lock:
@@ -370,10 +370,10 @@ class Session(Released):
                 return self._loop.step(token)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
+        """Forget all but the first ``tokens`` stored tokens.
 
         Raises:
-            UsageError: a negative number, or more than are stored.
+            UsageError: ``tokens`` is negative, or more than are stored.
         """
         with self._loop.lock:
             total = self._kv.total
@@ -391,21 +391,21 @@ class Session(Released):
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
-        ``auto`` chooses one, now and between answers, until another mode is named. A parameter once given stays: budget
-        for every mode, others for the mode they are given to. Without a mode's name auto stays on, and its own
-        parameters apply to whatever it enters. ``switch("auto", speculative={"window": 64})`` gives parameters to a
-        mode that it may enter.
+        With ``auto`` kvchat chooses a mode now and between answers, until another mode is named. A parameter once set
+        stays set: budget for every mode, others for the mode that they were set for. Without a mode's name auto stays
+        on, and its own parameters apply to any mode it enters. ``switch("auto", speculative={"window": 64})`` sets
+        parameters of a mode that auto may enter.
 
         Raises:
-            UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
+            UsageError: the mode or a parameter is unknown; DoesNotFitError: it cannot be entered. The old mode stays.
         """
         return self._switched(lambda: self._switcher.switch(mode, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
-        """Enter a mode with exactly these parameters, whatever was given before; they do not count as given.
+        """Enter a mode with exactly these parameters, whatever was set before; they do not count as set.
 
         Raises:
-            UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
+            UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode stays.
         """
 
         def enter() -> int:
@@ -420,21 +420,21 @@ class Session(Released):
             return self._loop.switched(switch)
 
     def rebuild(self) -> Iterator[Event]:
-        """Compute again, exactly, everything from the first token that was computed with less context on.
+        """Recompute exactly all K/V from the first token that was computed with reduced context.
 
-        ``Prefilled``*, then one ``Rebuilt``; afterwards the K/V are what one prefill of all tokens gives.
+        ``Prefilled``*, then one ``Rebuilt``; afterwards the K/V equal those of one prefill of all tokens.
 
         Raises:
-            DoesNotFitError: the conversation is longer than the model's context, or memory is short.
+            DoesNotFitError: the conversation is longer than the model's context, or memory ran out.
         """
         self._loop.announce()
         return self._loop.lock.in_turn(self._saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:
-        """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
+        """Store pages that fill up from now on in the model's number format or in int8; return a message about it.
 
         Raises:
-            UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
+            UsageError: the format is unknown; DoesNotFitError: no RAM for the first page. Nothing changes then.
         """
         with self._loop.lock:
             self._kv.quantize_pages(is_quantized(host_dtype))
@@ -449,10 +449,10 @@ class Session(Released):
             return f"New K/V pages are stored exactly from now on.{stay}"
 
     def set_template_args(self, args: Sequence[str]) -> str:
-        """Give the chat template these ``KEY=VALUE`` variables from the next prompt on; return a sentence about it.
+        """Set these ``KEY=VALUE`` variables of the chat template for later prompts; return a message about it.
 
         Raises:
-            UsageError: one is not written so.
+            UsageError: an argument is not written as KEY=VALUE.
         """
         with self._loop.lock:
             self._loop.set_template_args(args)
@@ -463,7 +463,7 @@ class Session(Released):
 
     @property
     def total(self) -> int:
-        """Tokens stored."""
+        """The number of stored tokens."""
         return self._kv.total
 
     @property
@@ -506,7 +506,7 @@ class Session(Released):
         )
 
     def snapshot(self) -> Snapshot:
-        """The current figures of the KV manager; cheap enough for ten calls a second.
+        """Return the current figures of the KV manager; cheap enough for ten calls a second.
 
         Raises:
             DoesNotFitError: memory ran out.
@@ -519,7 +519,7 @@ class Session(Released):
         return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked, auto=auto)
 
     def details(self) -> Details:
-        """The same by layer and KV head, and recall by its time; cheap enough for two a second.
+        """Return figures by layer and KV head, and a histogram of recall times; cheap enough for two calls a second.
 
         Raises:
             DoesNotFitError: memory ran out.
@@ -528,7 +528,7 @@ class Session(Released):
             return self._metrics.details()
 
     def attended(self, layer: int) -> Tensor:
-        """The stored tokens that the last token's attention read in ``layer``, as a mask: bool ``[kv_head, total]``.
+        """Return which stored tokens the last token read in ``layer``, as a bool mask ``[kv_head, total]``.
 
         Raises:
             UsageError: the model has no such layer; DoesNotFitError: memory ran out.
@@ -543,7 +543,7 @@ class Session(Released):
             return attended(self._kv.state, layer)
 
     def prices(self) -> tuple[Price, ...]:
-        """The cost of switching to each of the other modes now.
+        """Return the cost of switching to each of the other modes now.
 
         Raises:
             DoesNotFitError: memory ran out.
@@ -552,7 +552,7 @@ class Session(Released):
             return self._switcher.prices()
 
     def text(self, start: int, end: int) -> str:
-        """The text of the stored tokens ``start`` to ``end``, control tokens included."""
+        """Return the text of the stored tokens ``start`` to ``end``, including control tokens."""
         ids = self._loop.stored.ids[start:end]
         text: str = self._model.tokenizer.decode(ids)
         return text
@@ -560,9 +560,9 @@ class Session(Released):
     # ---- the end
 
     def close(self, writing_s: float = LAST_WRITES_S) -> None:
-        """Free the memory of the model and of its K/V, which is first written to disk where it is kept there.
+        """Write the K/V to disk, if they are saved there, and free the memory of the model and its K/V.
 
-        The session is of no use afterwards. May be called again.
+        The session cannot be used afterwards. May be called again.
         """
         if "_prefix_cache" in vars(self):
             self._prefix_cache.close(writing_s)
@@ -570,7 +570,7 @@ class Session(Released):
         self._release()
         if self._followers:
             self._followers.close()
-        gc.collect()  # a model's layers and what was fused in them refer to each other
+        gc.collect()  # a model's layers and its fused parts refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -580,7 +580,7 @@ def _nothing(_generated: int) -> None:
 
 
 def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
-    """Token ids as plain numbers, also of a tensor ``[n]`` or an array."""
+    """Return token ids as plain numbers, also from a tensor ``[n]`` or an array."""
     try:
         return [index(token) for token in (ids.tolist() if hasattr(ids, "tolist") else ids)]
     except TypeError as error:
@@ -592,7 +592,7 @@ def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
 
 
 def _check_loading() -> None:
-    """Refuse to load a model in a fork of a process that loaded one, as ``SessionLock.check_process``."""
+    """Refuse to load a model in a fork of a process that loaded one, like ``SessionLock.check_process``."""
     _loaded_by[:] = _loaded_by or [os.getpid()]
     if os.getpid() not in _loaded_by:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Synthetic English sentences from a seed: for calibration, for benchmarks, and to hide a fact in.
+"""Synthetic English sentences from a seed, for calibration, benchmarks and hidden facts.
 
-A hidden fact is a passkey told in one early turn, which the last turn asks for.
+A hidden fact is a passkey that an early turn tells and the last turn asks for.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def sentences(seed: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with the question, and what the answer must contain."""
+    """A conversation that ends with a question, and the text that the answer must contain."""
 
     turns: tuple[Turn, ...]
     answer: str
 
 
 def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
-    """A conversation of about ``tokens`` tokens that asks for what it told early; the same for the same seed."""
+    """Return a conversation of about ``tokens`` tokens that ends by asking for a fact told early; seeded."""
     random_ = random.Random(seed)
     passkey = str(random_.randrange(10_000, 100_000))
     told = random_.randrange(PASSAGES - 2)
@@ -76,9 +76,9 @@ def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
 
 
 def in_one_text(seed: str, tokens: int, tokenizer: Any) -> Case:
-    """One question about a text of about ``tokens`` tokens that says the fact in its first half.
+    """Return one question about a text of about ``tokens`` tokens that states the fact in its first half.
 
-    It is what instruct models are trained on: most answer it where they can read so much, and the bundled one does.
+    Instruct models are trained on such prompts: most answer them within their context, as does the bundled model.
     """
     random_ = random.Random(seed)
     passkey = str(random_.randrange(10_000, 100_000))
@@ -88,11 +88,11 @@ def in_one_text(seed: str, tokens: int, tokenizer: Any) -> Case:
 
 
 def passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
-    """Sentences of ``text``, plain ASCII, until they are ``tokens`` tokens."""
+    """Return sentences of ``text``, plain ASCII, of at least ``tokens`` tokens."""
     read = ""
     while (missing := tokens - len(tokenizer.encode(read))) > 0:
         counted = len(read)
-        # A character is at most one token: fewer characters than are missing need not be counted.
+        # A character is at most one token, so fewer characters than are missing need not be counted.
         while len(read) <= counted or len(read) - counted < missing:
             read += " " * bool(read) + next(text)
     return read

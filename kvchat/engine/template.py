@@ -1,7 +1,7 @@
-"""The chat template of a model: a program from elsewhere.
+"""A model's chat template: third-party code.
 
-transformers' sandbox keeps it from files and from changing what it is given. One that never ends costs the engine's
-process: /stop ends the load that tries it first, /restart an answer.
+transformers' sandbox keeps it from files and from changing its arguments. A template that never ends blocks the engine
+process: /stop ends the load that tests it first, /restart an answer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvchat.protocol.messages import RESERVED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOOLS = "tools"  # the variable that tools are given in
-# The kind of model, of those that transformers knows, whose calls are written as in a template with such a tag.
+TOOLS = "tools"  # the template variable that contains the tools
+# transformers' model type whose calls are written like those of a template with this tag.
 WRITTEN_AS = {"<function=": "qwen3_5", "<tool_call>": "qwen3", "<|tool_call>": "gemma4"}
 
 
 class ChatTemplate:
-    """The template of ``tokenizer``: it gives what the tokenizer's ``apply_chat_template`` gives with ``variables``."""
+    """Renders the template of ``tokenizer`` like the tokenizer's ``apply_chat_template`` with ``variables``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
         self._variables = variables
 
     def render(self, messages: Sequence[Mapping[str, Any]], clock: datetime) -> str:
-        """The text of a conversation, at whose end the model answers; ``clock`` is the time that the template is told.
+        """Return the text of a conversation with the generation prompt; ``clock`` is the template's current time.
 
         Raises:
             Exception: whatever the template raises.
@@ -52,21 +52,21 @@ class ChatTemplate:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The names of the variables that the template looks at, but for those that every template is given."""
+        """The names of the variables that the template reads, except those that every template gets."""
         return tuple(sorted(self._names(self.source) - RESERVED - {TOOLS}))
 
     @property
     def calls(self) -> str:
-        """How the model calls tools: transformers' response template as JSON; empty where nobody knows, or none are.
+        """How the model calls tools: transformers' response template as JSON; empty if unknown or there are no tools.
 
-        It is the tokenizer's own, else the one for models whose template writes calls between the same tags.
+        It is the tokenizer's own, or that of models whose templates write calls between the same tags.
         """
         source = self._source([])
         if TOOLS not in self._names(source):
             return ""
         try:
             from transformers.cli.serving.utils import get_response_template
-        except ImportError:  # of an older version
+        except ImportError:  # an older version
             return ""
         like = next((kind for tag, kind in WRITTEN_AS.items() if tag in source), "")
         found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=like)))
@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template itself: of several that have names the one for tools, if they are among the variables."""
+        """The template's text; of several named templates, the one for tools if tools are among the variables."""
         return self._source(self._variables.get(TOOLS))
 
     def _names(self, source: str) -> set[str]:
@@ -84,7 +84,7 @@ class ChatTemplate:
         return known
 
     def _compiled(self) -> Template:
-        # apply_chat_template would tell the template the present time. Seen in transformers 5.23.
+        # Not apply_chat_template, which would give the template the current time. Seen in transformers 5.23.
         compiled: Template = chat_template_utils._compile_jinja_template(self.source)
         return compiled
 

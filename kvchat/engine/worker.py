@@ -1,8 +1,8 @@
-"""The work of the engine's process, ``python -m kvchat.engine``: commands on stdin, events on stdout.
+"""The engine process, ``python -m kvchat.engine``: reads commands from stdin and writes events to stdout.
 
-A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
-only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
-where the system can do that, and when its stdin closes, at the latest ``Server.grace_s`` after it. torch is imported
+A reader thread takes commands from stdin. The main thread does all the work, so that only one thread uses the session,
+except for ``cancel``. Commands that arrive during an answer are executed between two tokens. The process ends with its
+parent where the system supports that, and at the latest ``Server.grace_s`` after its stdin closes. torch is imported
 when the first model is loaded.
 """
 
@@ -57,25 +57,25 @@ if TYPE_CHECKING:
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
-IDLE_SNAPSHOT_S = 1.0  # after the last command; then only where readings change by themselves: of a GPU, of a server
-GRACE_S, IDLE_GRACE_S = 2.0, 0.5  # with a session, which writes what is left; without one
-STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
-STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
+IDLE_SNAPSHOT_S = 1.0  # after the last command; repeated only while readings of a GPU or server change by themselves
+GRACE_S, IDLE_GRACE_S = 2.0, 0.5  # with a session, which still writes K/V to disk; without one
+STOP_AGAIN_S = 0.05  # retry after this if an import is running, which must not be interrupted
+STOP_SIGNAL = signal.SIGUSR1  # sent to this process itself: the main thread may be deep in a library
 Progress = Callable[[str], None]
 TEXT_S = 1 / 30
 STOPPABLE = Load | Chat | Rebuild | Compare
-AWAITED = STOPPABLE | HideNeedle | messages.Tokenize  # the application waits for their end
+AWAITED = STOPPABLE | HideNeedle | messages.Tokenize  # the application waits until these end
 IMPORTER = "<frozen importlib._bootstrap>"
 
 
 class LoadStopped(BaseException):
-    """A load is given up. No ``Exception``: nothing on the way may take it for a failure of its own."""
+    """A load is abandoned. Not an ``Exception``, so that no library treats it as a failure of its own."""
 
 
 class Server:
-    """Executes commands against one session at a time.
+    """Executes commands for one session at a time, which ``loader`` opens.
 
-    ``loader`` makes it. ``interrupt`` calls ``check_stopped`` on the main thread soon, whatever that is doing.
+    ``interrupt`` makes the main thread call ``check_stopped`` soon, whatever it is doing.
     """
 
     def __init__(
@@ -102,29 +102,29 @@ class Server:
 
     @property
     def grace_s(self) -> float:
-        """Seconds that the end may take once the commands have ended."""
+        """Seconds that shutting down may take after the last command."""
         return GRACE_S if self._in_use else IDLE_GRACE_S
 
     # ---- reader thread
 
     def read(self, commands: BinaryIO) -> None:
-        """Take commands until the stream ends or stops speaking the protocol; each ends the server.
+        """Read commands until the stream ends or violates the protocol; both end the server.
 
-        A command that cannot be read is answered by ``Failed`` when its turn comes.
+        An unreadable command is answered with ``Failed`` when its turn comes.
         """
         try:
             while (body := wire.read(commands)) is not None:
                 command = _command(body)
                 self._inbox.put(command)
                 if isinstance(command, Stop):
-                    self._cancel()  # at once: during prefill there are no two tokens to wait between
+                    self._cancel()  # now, because a prefill has no tokens to wait between
         except (ValueError, OSError, MemoryError) as error:
             sys.stderr.write(f"kvchat: {error or 'no memory for a command'}\n")
         self._inbox.close()
         self._cancel()
 
     def _cancel(self) -> None:
-        session = self._session  # the main thread may replace it meanwhile
+        session = self._session  # the main thread may replace it at any time
         if session and self._answering:
             session.cancel()
         elif self._loading:
@@ -187,8 +187,8 @@ class Server:
                     raise EngineError("The engine cannot read a command.", reason, "Install kvchat again.")
 
     def _load(self, command: Load) -> None:
-        """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
-        # The first load takes seconds before the loader can say anything.
+        """Load another model. The old one stays until that succeeds, or is loaded again if both do not fit."""
+        # The first load takes seconds before the loader can report anything.
         needs_torch = self._session is None and not is_server(command.model)
         self._outbox.send(Loading("starting PyTorch" if needs_torch else f"loading {command.model}"))
         with self._failures_reported():
@@ -205,7 +205,7 @@ class Server:
         try:
             self._loading = True
             self._stop_due = self._inbox.stops()
-            self.check_stopped()  # one that came before has interrupted nothing
+            self.check_stopped()  # a Stop that came earlier has interrupted nothing
             if self._session and not self._loader.fits_beside(command, self._progress):
                 self._progress(f"unloading {self._session.info.model}: both do not fit")
                 self._close_session()
@@ -228,21 +228,21 @@ class Server:
         self._outbox.send(Loading(stage))
 
     def check_stopped(self) -> None:
-        """Leave a load that is to be stopped; for the main thread."""
+        """Abandon a load that was stopped; called on the main thread."""
         if self._loading and self._stop_due:
             raise LoadStopped
 
     def _plan(self, command: Plan) -> None:
-        """Send a model's memory plan or the refusal, which is no ``Failed``: that would end an answer in progress."""
+        """Send a model's memory plan or the refusal; not as ``Failed``, which would end an answer in progress."""
         try:
             in_use = self._session.snapshot() if self._session else None
             planned = figures.Planned(command.load.model, self._loader.plan(command, in_use, lambda stage: None))
-        except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
+        except Exception as error:  # noqa: BLE001  # a model's files can cause any error
             planned = figures.Planned(command.load.model, None, str(_explained(error)))
         self._outbox.send(planned)
 
     def _work(self, begin: Callable[[Any], Iterator[Event]]) -> None:
-        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it from the moment it was asked for."""
+        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it as soon as it was requested."""
         session = self._loaded()
         self._answering = True
         try:
@@ -251,7 +251,7 @@ class Server:
                 session.cancel()
             for event in events:
                 self._outbox.send(event)
-                with suppress(KvchatError):  # it costs no answer; where it fails the one after the answer says why
+                with suppress(KvchatError):  # must not end the answer; the snapshot after the answer reports it
                     self._snapshot(at_most_every=SNAPSHOT_S)
         finally:
             self._answering = False
@@ -283,7 +283,7 @@ class Server:
         answer: Event
         try:
             answer = session.switch(command.mode, **command.params)
-        except Exception as error:  # noqa: BLE001  # the answer in progress goes on in the old mode
+        except Exception as error:  # noqa: BLE001  # the answer in progress continues in the old mode
             answer = messages.SwitchRefused(session.info.mode, str(_explained(error)))
         self._outbox.send(answer)
         self._snapshot()
@@ -295,7 +295,7 @@ class Server:
 
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
-            # One that fails is tried again neither at each token nor before the next command.
+            # Set first, so that a snapshot that fails is not retried at each token.
             self._snapshot_at, self._changes_alone = self._clock(), False
             is_due = self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0)
             details = self._session.details() if self._watches_details and is_due else None
@@ -320,7 +320,7 @@ class Server:
             self._fail(_explained(error), aside)
 
     def _fail(self, error: KvchatError, aside: bool) -> None:
-        """Send ``Failed``; for a command between two tokens after the answer has ended, as it is not about that."""
+        """Send ``Failed``; during an answer only after it ends, because the failure is not the answer's."""
         kind, fatal = type(error).__name__, self._session is None and self._in_use is None
         tokens = error.tokens if isinstance(error, ContextFullError) else 0
         failed = Failed(error.title, error.detail, error.hint, kind, fatal, tokens, aside)
@@ -338,7 +338,7 @@ def _command(body: bytes) -> Command | Refused:
 
 
 def _explained(error: Exception) -> KvchatError:
-    """Return a ``KvchatError`` as it is; log any other error and return an ``EngineError`` in its place."""
+    """Return a ``KvchatError`` unchanged; log any other error and wrap it in an ``EngineError``."""
     if isinstance(error, KvchatError):
         return error
     with suppress(OSError):  # the disk may be full
@@ -362,7 +362,7 @@ def main() -> None:
     def read() -> None:
         server.read(commands)
         if not finished.wait(server.grace_s):
-            os._exit(1)  # deep in a load or a kernel, and the application is gone
+            os._exit(1)  # the application is gone, and the main thread is deep in a load or a kernel
 
     threading.Thread(target=read, daemon=True).start()
     server.run()
@@ -376,10 +376,10 @@ def _interrupt() -> None:
 
 
 class Loader:
-    """Makes sessions and plans for the worker, and imports torch for them; each method may raise ``KvchatError``."""
+    """Opens sessions and makes plans for the worker, importing torch for them; each method may raise KvchatError."""
 
     def open_session(self, load: Load, progress: Progress) -> Session | RemoteSession:
-        """As ``kvchat.engine.session.open_session``; that of a server without torch."""
+        """Call ``kvchat.engine.session.open_session``, or the remote one for a server, which needs no torch."""
         if is_server(load.model):
             libraries.require("remote", f"Talking to {load.model}")
             from kvchat.remote import session
@@ -392,7 +392,7 @@ class Loader:
         return open_session(load, progress)
 
     def fits_beside(self, load: Load, progress: Progress) -> bool:
-        """As ``kvchat.engine.plan.fits_beside``; the model of a server takes nothing here."""
+        """Call ``kvchat.engine.plan.fits_beside``; a model on a server takes no memory here."""
         if is_server(load.model):
             return True
         from kvchat.engine.plan import fits_beside
@@ -400,10 +400,10 @@ class Loader:
         return fits_beside(load, progress)
 
     def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan:
-        """As ``kvchat.engine.plan.memory_plan``.
+        """Call ``kvchat.engine.plan.memory_plan``.
 
         Raises:
-            ModelError: a server has the model; KvchatError: as there.
+            ModelError: the model is on a server; KvchatError: the same as ``memory_plan``.
         """
         if is_server(asked.load.model):
             raise ModelError("The model runs on a server, in the server's memory.", hint="See its log.")
@@ -414,13 +414,13 @@ class Loader:
 
 @dataclass(frozen=True)
 class Refused:
-    """In place of a command that cannot be read."""
+    """Replaces a command that cannot be read."""
 
     reason: str
 
 
 class Inbox:
-    """Commands in order, filled by the reader thread."""
+    """Queues commands in order; the reader thread fills it."""
 
     def __init__(self) -> None:
         self._commands: deque[Command | Refused] = deque()
@@ -432,31 +432,31 @@ class Inbox:
             self._commands.append(command)
             self._changed.notify()
 
-    def close(self) -> None:  # also waiting ones have no reader for their events
+    def close(self) -> None:  # waiting commands are dropped too: nobody reads their events
         with self._changed:
             self.closed = True
             self._changed.notify()
 
     def get(self, timeout: float | None) -> Command | Refused | None:
-        """The next command; None after ``timeout`` seconds (None: never) or when closed."""
+        """Return the next command; None when closed, or after ``timeout`` seconds (None: no limit)."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
             return self._commands.popleft() if self._commands and not self.closed else None
 
     def get_in_answer(self) -> Command | Refused | None:
-        """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
+        """Return the next command if it can be executed between two tokens; a Load or Chat blocks all after it."""
         with self._changed:
             return self._commands.popleft() if self._commands and isinstance(self._commands[0], InAnswer) else None
 
     def stops(self) -> bool:
-        """True if a waiting ``Stop`` is meant for the work just begun: no other work it could stop waits before it."""
+        """True if a queued ``Stop`` is meant for the work just started: no other stoppable work precedes it."""
         with self._changed:
             ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), self._commands)
             return any(isinstance(command, Stop) for command in ahead)
 
 
 class Outbox:
-    """Events to the application, text in batches; always flushed before any other event."""
+    """Sends events to the application; batches text and flushes it before any other event."""
 
     def __init__(self, stream: BinaryIO, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -486,9 +486,9 @@ class Outbox:
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """True if ``frame`` runs inside an import; a module whose import is cut off cannot be imported again here.
+    """True if ``frame`` runs inside an import, which cannot be repeated in this process if it is interrupted.
 
-    Parts of torch that were imported already stay, but are no attributes of what is imported next.
+    Submodules of torch that were already imported stay, but do not become attributes of the package imported next.
     """
     while frame is not None and frame.f_code.co_filename != IMPORTER:
         frame = frame.f_back

@@ -222,7 +222,7 @@ def test_where_memory_runs_out_for_putting_back_the_conversation_is_read_again(n
 
     with monkeypatch.context() as patch:
         patch.setattr(one._kv.state.host, "put", fail)
-        with pytest.raises(DoesNotFitError, match="putting the conversation back"):
+        with pytest.raises(DoesNotFitError, match="restoring the conversation"):
             list(one.compare((Turn("user", "The whale went on."),), VARIANTS[:1], short))
     ids = other._loop.stored.ids
     assert one.total < len(ids)

@@ -191,7 +191,7 @@ def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_plac
     one = runner_of(load_model(replace(load, gpus=1), print))
     two = runner_of(model)
     assert torch.equal(prefilled(one, token_ids(20)), prefilled(two, token_ids(20)))
-    assert two.graphs.badges == ("no CUDA graph: its layers are on 2 GPUs",)
+    assert two.graphs.badges == ("no CUDA graph: the layers are on 2 GPUs",)
 
 
 def test_weights_of_4_bits_are_packed_for_the_gpu_that_they_are_on(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""The processes beside the engine's own that have some of a model's heads each, and what they are told."""
+"""Tensor parallelism by heads: the processes besides the engine that each hold some of a model's heads."""

@@ -1,4 +1,4 @@
-"""``python -m kvchat.engine.ranks``: one of the processes that have some of a model's heads each."""
+"""``python -m kvchat.engine.ranks``: a process that holds some of a model's heads."""
 
 from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 

@@ -1,9 +1,9 @@
-"""A rank that follows: ``python -m kvchat.engine.ranks``, which does on its part of a model what it is told.
+"""A follower, ``python -m kvchat.engine.ranks``: executes the leader's orders on its part of a model.
 
-The leader started it and writes pickles to its stdin: ``Begin``, then orders. Each is answered, by the error where it
-was refused or memory ran out, else None. ``FORWARDS`` are answered only by errors: there the ranks agree whether one
-failed. Any other error ends the process. It ends when its stdin closes, also deep in a sum that the leader will not
-join any more.
+The leader starts it and writes pickles to its stdin: first ``Begin``, then orders. It answers each order with None, or
+with the error if the order was refused or memory ran out. ``FORWARDS`` are answered only on errors, because the ranks
+agree during a forward pass whether one of them failed. Any other error ends the process. It also ends when its stdin
+closes, even inside a collective operation that the leader will never join.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_RUNNER = FORWARDS | {"planned_chunk"}
 
 
 class Begin(NamedTuple):
-    """Load this rank's part of what is ``asked``; the ranks meet at the file ``meeting``."""
+    """Load this rank's part of the model ``asked`` for; the ranks meet through the file ``meeting``."""
 
     asked: Load
     rank: Rank
@@ -48,7 +48,7 @@ class Begin(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A method's ``name``, and what it is called with; a mode is a ``ModeOrder``."""
+    """A method's ``name`` and its arguments; a mode is sent as a ``ModeOrder``."""
 
     name: str
     given: tuple[Any, ...]
@@ -60,7 +60,7 @@ class Order(NamedTuple):
 
 
 class ModeOrder(NamedTuple):
-    """A mode as each rank builds it for its own heads."""
+    """Describes a mode, which each rank builds for its own heads."""
 
     parameters: ModeParameters
     choice: TokenChoice | None
@@ -72,7 +72,7 @@ class ModeOrder(NamedTuple):
 
 
 class Follower:
-    """Executes orders on its part of ``model``: its own, and those of its runner and KV manager."""
+    """Executes orders on its part of ``model``: its own methods, and those of its runner and KV manager."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -90,7 +90,7 @@ class Follower:
             getattr(executes, order.name)(*given, **order.named)
 
     def begin(self, mode: Mode) -> None:
-        """Store nothing yet, in this mode."""
+        """Start in this mode, with nothing stored."""
         self._runner = ModelRunner(self._model, mode)
 
     def guess(self, begins: bool) -> None:
@@ -101,11 +101,11 @@ class Follower:
             self._guessing.close()
 
     def checkpoint(self, start: int) -> None:
-        """``KVManager.checkpoint``, kept for ``restore``."""
+        """Call ``KVManager.checkpoint`` and keep the result for ``restore``."""
         self._kept = self._runner.kv.checkpoint(start)
 
     def restore(self) -> None:
-        """``KVManager.restore`` of what was kept."""
+        """Call ``KVManager.restore`` with the kept checkpoint."""
         assert self._kept is not None
         self._runner.kv.restore(self._kept)
         self._kept = None
@@ -132,7 +132,7 @@ def main() -> None:
     except KvchatError as error:
         sys.exit(f"kvchat: rank {begin.rank.number}: {error}")
     finally:
-        shutil.rmtree(meeting, ignore_errors=True)  # a forward may fail before the leader's end is read
+        shutil.rmtree(meeting, ignore_errors=True)  # a forward pass may fail before it is seen that the leader ended
 
 
 def _execute(follower: Follower, order: Order, stdout: BinaryIO) -> None:
@@ -153,5 +153,5 @@ def _receive(stdin: BinaryIO, orders: queue.SimpleQueue[Order], meeting: Path) -
         while True:
             orders.put(pickle.load(stdin))
     except EOFError:
-        shutil.rmtree(meeting, ignore_errors=True)  # a leader that was killed has left it
-        os._exit(0)  # it is gone or needs this no more
+        shutil.rmtree(meeting, ignore_errors=True)  # a killed leader leaves it behind
+        os._exit(0)  # the leader ended or closed this rank

@@ -1,11 +1,11 @@
-"""The leading rank: the engine's own process, which samples, decides and answers, and lets the others follow.
+"""The leader: the engine process, which samples, decides and answers, and lets the other ranks follow.
 
-What it does to the stored tokens the others do too, in the same order: each forward, truncation and switch is an order
-to them (``LeadingRunner``, ``LeadingKV``). Nothing else is agreed on: text, sampling, stops, measured times, auto's
-choices and drafts are known to the leader alone; what is measured of the model is measured on its heads.
+Followers do everything that the leader does to the stored tokens, in the same order: each forward pass, truncation and
+switch is an order to them (``LeadingRunner``, ``LeadingKV``). They share nothing else: only the leader knows text,
+sampling, stops, measured times, auto's choices and drafts. The model's attention is measured on the leader's heads.
 
-Where one rank refuses a change or its memory runs out, none has made it: a forward is undone by all, as is the entry of
-a mode. The death of a rank ends the leader, as an interrupted order does; the others end when their stdin closes. The
+If one rank refuses a change or runs out of memory, all of them undo it, be it a forward pass or entering a mode. The
+death of a rank ends the leader, and so does an interrupted order; the others end when their stdin closes. The
 application then shows that the engine ended, and keeps the conversation.
 """
 
@@ -41,13 +41,13 @@ from kvchat.models.load import LoadedModel
 from kvchat.models.ranks.group import OtherRankFailedError, Rank, join, leave
 from kvchat.protocol.messages import Load
 
-NOTICED_S = 0.5  # in which the end of a process is noticed
-GRACE_S = 1.0  # that followers have to end once their stdin is closed
+NOTICED_S = 0.5  # time within which the end of a process is noticed
+GRACE_S = 1.0  # time for followers to end after their stdin is closed
 F = TypeVar("F")
 
 
 class Followers:
-    """The other ranks' processes of a model that is ``asked`` for; they are started when its load ``meet``s them."""
+    """The processes of the other ranks for the model ``asked`` for; ``meet`` starts them while it is loaded."""
 
     def __init__(self, asked: Load) -> None:
         self._asked = asked
@@ -56,13 +56,13 @@ class Followers:
         self._is_closing = self._is_inside = False
 
     def meet(self, described: ModelDescription) -> Rank:
-        """Start the others, on a GPU each, and wait for them; the leader's rank.
+        """Start the other ranks, each on its own GPU, and wait for them; return the leader's rank.
 
         Raises:
-            UsageError: there are fewer GPUs, or this process leads others already.
+            UsageError: there are too few GPUs, or this process already leads others.
         """
         first, count = described.device, self._asked.gpus
-        on_cpu = first.type == "cpu" and self._asked.device == "cpu"  # asked for: to try it without GPUs
+        on_cpu = first.type == "cpu" and self._asked.device == "cpu"  # requested explicitly, to try it without GPUs
         others = (first,) * (count - 1) if on_cpu else resolve_others(first, count)
         if torch.distributed.is_initialized():
             raise UsageError("This process has a model whose heads are split.", hint="Close that session first.")
@@ -75,7 +75,7 @@ class Followers:
 
     def _start(self, begin: Begin) -> None:
         command, pipe = process.python("-m", "kvchat.engine.ranks"), subprocess.PIPE
-        # In a session of its own: the terminal's Ctrl+C is not for it.
+        # In its own session, so that Ctrl+C in the terminal does not reach it.
         started = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         self._processes.append(started)
         threading.Thread(target=self._watch, args=(started, begin.rank.number), daemon=True).start()
@@ -83,7 +83,7 @@ class Followers:
 
     def _watch(self, started: subprocess.Popen[bytes], number: int) -> None:
         code = started.wait()
-        if not self._is_closing:  # the main thread may wait for it for ever, deep in a library
+        if not self._is_closing:  # exit here: the main thread may wait for it forever, deep in a library
             self._end(f"rank {number} of {self._asked.gpus} ended ({code})")
 
     def _end(self, why: str) -> NoReturn:
@@ -94,10 +94,10 @@ class Followers:
 
     @contextmanager
     def following(self, name: str, *given: object, **named: object) -> Iterator[None]:
-        """Let the others do what the block does; blocks inside it are a part of that.
+        """Let the other ranks do what the block does; nested blocks are part of the outer order.
 
         Raises:
-            Exception: what the block raises, or what another rank was refused.
+            Exception: what the block raises, or what another rank answered.
         """
         if self._is_inside:
             yield
@@ -111,8 +111,8 @@ class Followers:
         except Exception:
             self._answers()
             raise
-        except BaseException as interrupted:  # noqa: BLE001  # the ranks are not alike any more
-            time.sleep(NOTICED_S)  # if the end of a rank is the reason, its thread tells it
+        except BaseException as interrupted:  # noqa: BLE001  # the ranks' states now differ
+            time.sleep(NOTICED_S)  # if a rank's end is the cause, its thread reports it meanwhile
             self._end(f"{name} was interrupted: {interrupted}")
         finally:
             self._is_inside = False
@@ -120,7 +120,7 @@ class Followers:
             raise refusals[0]
 
     def check_switch(self, mode: Mode) -> None:
-        """Ask the others whether they can enter a mode.
+        """Ask the other ranks whether they can enter a mode.
 
         Raises:
             DoesNotFitError: one of them cannot.
@@ -131,7 +131,7 @@ class Followers:
 
     def _send(self, order: Order) -> None:
         for each in self._processes:
-            with suppress(BrokenPipeError):  # its end is being noticed
+            with suppress(BrokenPipeError):  # its thread notices that it ended
                 _write(each, order)
 
     def _answers(self) -> list[Exception | None]:
@@ -141,7 +141,7 @@ class Followers:
         return [each for each in self._answers() if each and not isinstance(each, OtherRankFailedError)]
 
     def close(self) -> None:
-        """End them; may be called again."""
+        """End the other ranks; may be called again."""
         self._is_closing = True
         for each in self._processes:
             with suppress(BrokenPipeError):
@@ -166,7 +166,7 @@ def _write(follower: subprocess.Popen[bytes], value: object) -> None:
 
 
 def _followed(method: F) -> F:
-    """A method that the other ranks execute too, on their own heads."""
+    """Make the other ranks execute ``method`` too, on their own heads."""
     own = cast("Any", method)
 
     @wraps(own)
@@ -178,14 +178,14 @@ def _followed(method: F) -> F:
 
 
 class LeadingRunner(ModelRunner):
-    """A runner whose forwards all ranks run."""
+    """A runner whose forward passes run on all ranks."""
 
     def __init__(self, followers: Followers, model: LoadedModel, mode: Mode, kv: KVManager) -> None:
         self.followers = followers
         super().__init__(model, mode, kv=kv)
 
     def _step(self, token: int | Tensor, control: bool = False) -> Tensor:
-        token = int(token)  # a guess is the device's
+        token = int(token)  # a guessed token is a tensor on the device
         with self.followers.following("step", token):
             return super()._step(token, control)
 
@@ -194,7 +194,7 @@ class LeadingRunner(ModelRunner):
 
 
 class LeadingKV(KVManager):
-    """A KV manager whose changes all ranks make to their own heads' K/V."""
+    """A KV manager whose changes all ranks make to the K/V of their own heads."""
 
     def __init__(self, followers: Followers, geometry: Geometry, device: torch.device, mode: Mode) -> None:
         self.followers = followers
@@ -208,7 +208,7 @@ class LeadingKV(KVManager):
     checkpoint = _followed(KVManager.checkpoint)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        with self.followers.following("restore"):  # each its own
+        with self.followers.following("restore"):  # each rank restores its own checkpoint
             super().restore(checkpoint)
 
     def switch(self, mode: Mode) -> int:
@@ -228,7 +228,7 @@ class LeadingKV(KVManager):
         self._all_or_none("quantize_pages", quantizes, "quantize_pages", self.state.quantizes)
 
     def _all_or_none(self, change: str, given: object, undo: str, before: object) -> Any:
-        """Let all ranks ``change`` what they keep, or ``undo`` it where one of them was refused."""
+        """Let all ranks make a ``change``, or ``undo`` it if one of them refuses."""
         try:
             with self.followers.following(change, given):
                 return getattr(KVManager, change)(self, given)
