@@ -1,8 +1,8 @@
 """Agreement of a mode with full: both decode the same text, and their next-token distributions are compared.
 
-Teacher-forced: after a context that full attention processes, the mode decodes every token of the text, so that only
-the tokens that its steps read differ. The divergence is KL(full || mode) in nats. The attention mass covered is the
-share of attention over all stored tokens, with the mode's own queries, that falls on those the mode read. Perplexity is
+Decoding is teacher-forced: after a context that full attention prefills, the mode decodes every token of the text, so
+that only the tokens that its steps read differ. The divergence is KL(full || mode) in nats. The attention covered is
+the share of attention over all stored tokens, for the mode's own queries, that falls on the tokens read. Perplexity is
 over the same tokens, each predicted from the step before it.
 """
 
@@ -52,7 +52,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
 
 @dataclass(eq=False)
 class Forced:
-    """Decodes each passage once in full mode and in the variants; ``quantizes`` has only these in 8-bit pages."""
+    """Decodes each passage once in full mode and in the variants; with ``quantizes`` only these use 8-bit pages."""
 
     walk: Walk
     settings: Agreement
@@ -70,11 +70,11 @@ class Forced:
         context = self.settings.context
         logits = walk.begin(text.ids[:context], parameters, self.settings.tokens, self.quantizes)
         divergences, same, read, covered, nats = [], [], [], [], []
-        for token, its in zip(text.ids[context:], exact[1:], strict=True):
+        for token, reference in zip(text.ids[context:], exact[1:], strict=True):
             nats.append(_nats(logits, token))
             logits = walk.step(token)
-            divergences.append(divergence(its, logits))
-            same.append(bool(its.argmax() == logits.argmax()))
+            divergences.append(divergence(reference, logits))
+            same.append(bool(reference.argmax() == logits.argmax()))
             read.append(walk.tokens_read())
             covered.append(walk.covered())
         shares = torch.stack(covered)
@@ -90,7 +90,7 @@ class Forced:
         }
 
     def _of_full(self, number: int) -> Tensor:
-        """Full's logits before and after each decoded token, ``[tokens + 1, vocab]``; cached for the last passage."""
+        """Return full's logits before and after each decoded token, ``[tokens + 1, vocab]``; the last is cached."""
         if self._exact is None or self._exact[0] != number:
             ids, context = self.texts[number].ids, self.settings.context
             logits = self.walk.begin(ids[:context], FullParameters(), self.settings.tokens)
@@ -99,7 +99,7 @@ class Forced:
 
 
 def _nats(logits: Tensor, token: int) -> float:
-    """The token's negative log-probability in nats, by the previous step's logits ``[vocab]``."""
+    """Return the token's negative log-probability in nats, given the previous step's logits ``[vocab]``."""
     return -float(logits.float().log_softmax(-1)[token])
 
 

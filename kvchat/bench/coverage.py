@@ -1,9 +1,9 @@
 """Coverage: the share of full attention that falls on the tokens a mode reads, by layer and KV head, step by step.
 
-Each text is decoded in the mode with its own next tokens, after a prompt that full attention processes. Books are what
-a model usually reads. Facts are questions about the prompt, answered with the words that full attention found: there a
-single head may have to see a single sentence. Next to each mode is the share that as many tokens would cover if they
-were chosen by their true mass, in whole pages and one by one.
+After a prompt that full attention prefills, each text is decoded in the mode with its own next tokens. Books are what a
+model usually reads. Facts are questions about the prompt, answered with full attention's words: there a single head may
+have to read a single sentence. Each result also has the share that as many tokens would cover if they were chosen by
+their true attention mass, in whole pages and one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvchat.models.load import LoadedModel
 DEPTHS = (0.1, 0.5, 0.9)  # of the facts, in turn
 KEYS = 4  # facts in a text, one of which is asked for
 ANSWER_TOKENS = 16
-WORTH = 0.005  # of the attention, that other sinks or another window must cover in addition
+WORTH = 0.005  # share of the attention that other sinks or another window must add to be chosen
 
 
 class Forced(NamedTuple):
@@ -74,7 +74,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
 
 
 def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
-    """Decode a text in a mode; mean shares over its steps by layer and KV head, and the tokens read.
+    """Decode a text in a mode; return mean shares over its steps by layer and KV head, and the tokens read.
 
     Raises:
         KvchatError: the mode refuses.
@@ -101,11 +101,11 @@ def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
 
 
 def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callable[[str], object]) -> TokenChoice:
-    """The smallest budget with which speculative mode covers ``enough`` of the attention, in books and in facts.
+    """Return the smallest budget with which speculative mode covers ``enough`` of the attention, in books and in facts.
 
-    Four bits are tried before a larger budget; other sinks and windows are taken if they cover ``WORTH`` more. If no
-    choice covers enough it is the one that covers most. ``settings`` describe the texts; ``report`` is called with a
-    line after each.
+    Four bits are tried before a larger budget. Other sinks or another window are chosen if they cover ``WORTH`` more.
+    If no choice covers enough, the one that covers most is returned. ``settings`` describe the texts; ``report`` is
+    called with a line after each.
 
     Raises:
         UsageError: no text is long enough.
@@ -114,7 +114,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
     looked_at = seeing_all(model.probe.specs, settings.context)
 
     def measured(variants: Sequence[TokenChoice]) -> list[float]:
-        """The share that each variant covers, in the kind of text where it covers least."""
+        """Return the share that each variant covers in the kind of text where it covers least."""
         found: dict[str, list[Tensor]] = {}
         for number, text in enumerate(texts):
             texts[number] = text = _with_tokens(walk, text)
@@ -138,7 +138,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
 
 
 def summarized(rows: Sequence[Row], kind: str, variant: str) -> Row:
-    """All texts of one kind in one variant as one row; layers and heads are counted from 0."""
+    """Combine all texts of one kind in one variant into one row; layers and heads are counted from 0."""
     place = {"kind": kind, "variant": variant}
     mine = [row for row in rows if place.items() <= row.items()]
     if not mine:
@@ -168,7 +168,7 @@ def _texts(settings: Coverage, tokenizer: Any) -> Iterator[Forced]:
 
 
 def _with_tokens(walk: Walk, text: Forced) -> Forced:
-    """``text``; if it has no tokens, with the greedy answer of full attention, end token included."""
+    """Return ``text``; if it has no tokens, add the greedy answer of full attention, including the end token."""
     if text.tokens:
         return text
     logits, drawn = walk.begin(text.prompt, FullParameters(), ANSWER_TOKENS), list[int]()

@@ -1,9 +1,9 @@
 """Decode speed, memory and traffic of the modes, compared with transformers' own caches in the same run.
 
-In each round every variant decodes the same tokens after one context, and with a load again while other processes are
-busy. The result includes the roofline of the device: rates of its memory, of the link to RAM, and of scattered pages of
-the host pool, each the best of several runs after a warm-up, over data larger than any cache. If another process uses
-the device, the rates are too low and a step can seem faster than its floor.
+In each round every variant decodes the same tokens after one context, and with a load does so again while other
+processes are busy. The result includes the device's roofline: the bandwidth of its memory, of PCIe, and of scattered
+pages of the host pool, each the best of several runs after a warm-up, over data larger than any cache. If another
+process uses the device, the rates are too low, and a step can seem faster than its floor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Times = dict[Variant, list[Timing]]
 DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "offloaded")}
 READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
 GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
-# Elements a token, so that a block of 32 tokens has 16 KiB: (page, head) pairs of usual models are as large.
+# Elements per token that make a block of 32 tokens 16 KiB, the size of usual models' (page, head) pairs.
 GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
@@ -53,7 +53,7 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
     Raises:
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
-    _wanted(settings)  # refuses before the model is loaded
+    _wanted(settings)  # raises for wrong settings before the model is loaded
     for name in settings.baselines or ():
         check_known(name, baselines.BASELINES, "baseline")
     frame = frame or Frame()
@@ -101,10 +101,10 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
-    """Milliseconds to read the weights of one token at the measured rate; None for mixtures of experts."""
+    """Return the milliseconds to read one token's weights at the measured rate; None for mixtures of experts."""
     if has_experts(model.model) or measured.read is None:
         return None
-    table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes  # read: one row
+    table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes  # a token reads one row
     return (model.weight_bytes - table) / measured.read / 1e6
 
 
@@ -113,7 +113,7 @@ def _wanted(settings: Decode) -> list[Wanted]:
 
 
 def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> Decode:
-    """Leave out variants that stream from RAM if the device does not need to."""
+    """Leave out variants that stream from RAM if the device has no need for that."""
     spilled = [text for text in settings.modes if spills(parsed(text, settings.budget))]
     if not (spilled and geometry_of(model).unified):
         return settings
@@ -149,10 +149,10 @@ def _rate(text: str) -> float | None:
 
 @dataclass(eq=False)
 class Rounds:
-    """Measures ``variants`` in turns; a ratio compares medians of one round.
+    """Measures ``variants`` in turn; a ratio compares medians of the same round.
 
-    With ``load`` each has a second turn per round, while so many other processes are busy. Rows compare times with the
-    ``floor`` in ms and with the device's ``measured`` rates.
+    With ``load`` each variant has a second turn per round, while that many other processes are busy. Rows compare times
+    with the ``floor`` in ms and with the device's ``measured`` rates.
     """
 
     variants: Sequence[Variant]
@@ -170,7 +170,7 @@ class Rounds:
         self.failed: dict[Variant, str] = {}
 
     def rows(self, tokens: Sequence[int]) -> list[Row]:
-        """Measure all rounds; a row for each variant."""
+        """Measure all rounds; return a row for each variant."""
         for number in range(self.rounds):
             if self.load and number:
                 self._settle(tokens)
@@ -201,7 +201,7 @@ class Rounds:
         except Exception as error:  # noqa: BLE001  # compilers, drivers and caches raise anything
             reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
             self.failed[variant] = reason.strip().splitlines()[0][:300]
-        if variant in self.failed:  # outside the handler, because the error's frames hold tensors
+        if variant in self.failed:  # outside the handler, because the error's frames keep tensors alive
             variant.close()
             self._release()
 
@@ -240,7 +240,7 @@ class Rounds:
         return row | self._kept(variant) | variant.figures | recall
 
     def _ratios(self, variant: Variant) -> dict[str, float]:
-        """Speed relative to each baseline, median of the rounds."""
+        """Return the speed relative to each baseline, as the median over rounds."""
         others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
         return {
             other.name: statistics.median(
@@ -250,7 +250,7 @@ class Rounds:
         }
 
     def _kept(self, variant: Variant) -> Row:
-        """The share of speed kept under load; by mean steps, because a median step may never be interrupted."""
+        """Return the share of speed kept under load, by mean steps, because a median step may never be interrupted."""
         if not self.load:
             return {}
         pairs = list(zip(self.times[variant], self.loaded_times[variant], strict=True))
@@ -260,9 +260,9 @@ class Rounds:
         }
 
     def _recall(self, variant: ModeRun) -> Row:
-        """Recall per step in ms: the time the transfer needs, its exposed and its hidden part.
+        """Return recall per step in ms: the time that the transfer needs, and its exposed and hidden parts.
 
-        For what full mode streams, ``link_ms``: the time of one large copy, which no step can beat.
+        For what full mode streams, return ``link_ms``: the time of one large copy, a lower bound for a step.
         """
         if spills(variant.chosen):
             rate = self.measured.to_device
@@ -280,14 +280,14 @@ class Rounds:
 
 
 def _timing_line(timing: Timing) -> str:
-    """A turn as progress text, all that is left of a run interrupted before its file is written."""
+    """Return a turn as progress text, which is all that is left of a run interrupted before its file is written."""
     return f"{timing.ms:.2f} ms" + ("" if timing.chat_ms is None else f", as in a chat {timing.chat_ms:.2f} ms")
 
 
 def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measured:
-    """Measure ``device``, the current one if CUDA, in GB/s; matrices and K/V are of ``dtype``.
+    """Measure ``device``, which must be the current one if CUDA, in GB/s; matrices and K/V have the ``dtype``.
 
-    A CPU has no link: those rates are None.
+    A CPU has no PCIe link, so those rates are None.
     """
     cuda = device.type == "cuda"
     by_programs = kernel_gather(device, dtype) if cuda else {}
@@ -302,21 +302,21 @@ def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measur
 
 
 def gather(device: torch.device, dtype: torch.dtype) -> float:
-    """GB/s at which the device reads scattered pages of the host pool, as recall without kernels does."""
+    """Return the GB/s at which the device reads scattered pages of the host pool, as recall without kernels does."""
     geometry = Geometry(1, 1, 1, GATHER_ROW[dtype], GATHER_ROW[dtype], dtype)
     host = HostPool(geometry, device, context=GATHER_TOKENS[device.type])
     host.reserve(GATHER_TOKENS[device.type])
     blocks = host.blocks(0)
-    held = 2 * host.capacity // geometry.page  # the rest is address space without memory
+    held = 2 * host.capacity // geometry.page  # beyond that is address space without memory
     some = torch.randperm(held, device=blocks.device)[: held // 4]
     out = torch.empty((len(some), blocks.shape[1]), dtype=dtype, device=blocks.device)
     return out.nbytes / rates.seconds(lambda: torch.index_select(blocks, 0, some, out=out), device) / 1e9
 
 
 def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
-    """Bytes/s of pages of pinned host memory read by the recall kernel, by its number of programs; {} without kernels.
+    """Return bytes/s at which the recall kernel reads pages of pinned RAM, by its number of programs.
 
-    ``device`` is the current CUDA device.
+    Returns {} without kernels. ``device`` must be the current CUDA device.
     """
     geometry = Geometry(1, 1, 1, 128, 128, dtype)
     if triton_refusal(geometry, device):

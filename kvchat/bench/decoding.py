@@ -1,9 +1,9 @@
-"""What a decoding benchmark needs: modes, the model, and a stored conversation.
+"""The parts of a decoding benchmark: modes, the model, and a stored conversation.
 
 Random weights change nearly all of speculative mode's choice at each step, so the share that changes can be fixed.
 Tokens or pages are then scored and chosen at the usual cost, but replaced by a window that slides over all candidates
-in random order, from a different start for each KV head. It is computed from the position on the device, so that a CUDA
-graph can contain it.
+in random order, from a different start for each KV head. The window is computed on the device from the position, so
+that a CUDA graph can contain it.
 
 The corpus is Python's language reference, which comes with every Python and needs no download.
 """
@@ -63,7 +63,7 @@ def open_model(settings: Decode, choice: ModelChoice, progress: Report) -> Loade
 
 
 def smallest(settings: Decode, model: LoadedModel, context: int) -> Mode:
-    """The mode with the fewest bytes on the device, in which the context is stored.
+    """Return the mode that needs the fewest bytes on the device; the context is stored in it.
 
     Raises:
         KvchatError: the model can run in no mode.
@@ -94,12 +94,12 @@ def store(settings: Decode, runner: ModelRunner, context: int) -> list[int]:
 
 
 def decoded(settings: Decode, model: LoadedModel, context: int) -> list[int]:
-    """The ids that a round decodes after ``context`` tokens."""
+    """Return the ids that a round decodes after ``context`` tokens."""
     return _ids(settings, model, context + settings.steps + warm_up(model.device))[context:]
 
 
 def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """The calibration for modes that need one; None if no mode does or the context is too short."""
+    """Return the calibration for modes that need one; None if no mode does or the context is too short."""
     if CALIBRATED.isdisjoint(text.partition(":")[0] for text in settings.modes):
         return None
     if settings.shape:
@@ -108,7 +108,7 @@ def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Cali
 
 
 def _ids(settings: Decode, model: LoadedModel, tokens: int) -> list[int]:
-    """The first tokens of the corpus; random tokens for random weights."""
+    """Return the first tokens of the corpus, or random tokens for random weights."""
     if settings.shape:
         draw = random.Random(0)
         return [draw.randrange(model.vocab) for _ in range(tokens)]
@@ -140,7 +140,7 @@ class ModeRun:
         self._traits = traits_of(self.runner.model, self.calibration)
 
     def measure(self, tokens: Sequence[int]) -> Timing:
-        """Decode ``tokens`` in the mode, as ``Variant.measure``; also record bytes on the device and bytes moved.
+        """Decode ``tokens`` in the mode, as ``Variant.measure`` does; also record bytes on the device and bytes moved.
 
         Raises:
             KvchatError: the mode cannot be entered.
@@ -187,7 +187,7 @@ class ModeRun:
 
 
 def prose(tokenizer: Any, tokens: int) -> list[int]:
-    """The first ``tokens`` ids of the corpus in the tokenizer's vocabulary."""
+    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary."""
     ids: list[int] = []
     for name in sorted(topics.topics):
         ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)
@@ -197,7 +197,7 @@ def prose(tokenizer: Any, tokens: int) -> list[int]:
 
 
 class Window:
-    """At each position, ``round(rate * slots)`` of each KV head's ``slots`` items change.
+    """At each position, replaces ``round(rate * slots)`` of each KV head's ``slots`` items.
 
     Raises:
         UsageError: there are too few items from ``first`` to ``end`` for the rate.
@@ -218,14 +218,14 @@ class Window:
         self._begins = (torch.arange(heads, device=device) * (len(self._order) // heads))[:, None]
 
     def at(self, position: Tensor) -> Tensor:
-        """The item of each slot at ``position`` (0-d), ``[H, slots]``; an item that stays keeps its slot."""
+        """Return the item of each slot at ``position`` (0-d), ``[H, slots]``; an item that stays keeps its slot."""
         begin = position * self._changed
         place = begin + (self._slot - begin) % max(1, len(self._slot))
         return self._order[(self._begins + place) % len(self._order)]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The tensors that a graph reads."""
+        """The tensors that a CUDA graph reads."""
         return [self._order, self._changed, self._slot, self._begins]
 
 

@@ -1,9 +1,9 @@
-"""Answers with drafts and the same answers without: speed, and the share of drafts accepted.
+"""Measures answers with drafts and the same answers without: speed, and the share of drafts accepted.
 
-Some tasks repeat parts of the prompt and some do not; they follow a part of a book, and are greedy or sampled. In each
-round every kind of drafts has its turn, entered anew; a stored prompt is not processed again. No token ends an answer,
-so that all have the same length. The fastest round counts, by wall time and by this process's processor time: the
-latter hardly depends on other programs, but says nothing on a GPU.
+Some tasks repeat parts of the prompt and some do not. They follow a part of a book, and are greedy or sampled. In each
+round every kind of draft has its turn, entered again; a stored prompt is not prefilled again. No token ends an answer,
+so that all have the same length. The fastest round counts, by wall time and by this process's CPU time: the latter
+hardly depends on other programs, but means nothing on a GPU.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Answer(NamedTuple):
 
 
 def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
-    """Measure and return plain data, ready for JSON: a row for each task, temperature and kind of drafts.
+    """Measure and return plain data, ready for JSON: a row for each task, temperature and kind of draft.
 
     Raises:
-        UsageError: there is no such task or kind; KvchatError: the model cannot be loaded.
+        UsageError: a task or kind is unknown; KvchatError: the model cannot be loaded.
     """
     for task in settings.tasks:
         check_known(task, TASKS, "task")
@@ -86,7 +86,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     ]
 
     def measure(cell: Cell) -> list[Row]:
-        # All books, then the first one again.
+        # All books, starting again after the last.
         ids = cycle(token for part in passages((), PASSAGE, model.tokenizer) for token in part.ids)
         books = model.tokenizer.decode(list(islice(ids, cell["context"])), skip_special_tokens=True)
         told = f"Read this:\n\n{books}"
@@ -95,11 +95,11 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
         sampling = Sampling(temperature=cell["temperature"], seed=1, max_new_tokens=settings.tokens)
         answers: dict[str, list[Answer]] = {draft: [] for draft in (OFF, *settings.drafts)}
         for _ in range(settings.rounds):
-            for draft, its in answers.items():
+            for draft, runs in answers.items():
                 session.switch("full", draft=draft, resident=settings.resident)
-                its.append(_answer(session, turns, sampling))
+                runs.append(_answer(session, turns, sampling))
         without = answers.pop(OFF)
-        return [_row(draft, its, without) for draft, its in answers.items()]
+        return [_row(draft, runs, without) for draft, runs in answers.items()]
 
     return frame.measure(head, cells, measure, _line)
 
@@ -122,7 +122,7 @@ def _answer(session: Session, turns: tuple[Turn, ...], sampling: Sampling) -> An
 
 def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
     ms, ms_without = (min(answer.ms for answer in each) for each in (answers, without))
-    processor_ms, its = (min(answer.processor_ms for answer in each) for each in (answers, without))
+    processor_ms, processor_ms_without = (min(answer.processor_ms for answer in each) for each in (answers, without))
     last = answers[-1]
     return {
         "draft": draft,
@@ -130,12 +130,12 @@ def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
         "forwards": len(last.ids) - last.accepted,
         "drafted": last.drafted,
         "accepted": last.accepted / last.drafted if last.drafted else None,
-        "goes_on": last.accepted / last.tried if last.tried else None,  # a draft, if all before it were accepted
+        "goes_on": last.accepted / last.tried if last.tried else None,  # acceptance if all drafts before were accepted
         "tokens_a_round": 1 + last.accepted / last.rounds if last.rounds else None,
         "ms": ms,
         "ms_without": ms_without,
         "gain": ms_without / ms,
-        "processor_gain": its / processor_ms,
+        "processor_gain": processor_ms_without / processor_ms,
         "same": all(answer.ids == without[0].ids for answer in (*answers, *without)),
     }
 

@@ -1,6 +1,6 @@
 """Runs a measurement cell by cell and saves each cell as it finishes.
 
-A cell is measured at once and named by its coordinates, such as variant and case; it gives one or more rows, which
+A cell is measured in one go and named by its coordinates, such as variant and case. It gives one or more rows, which
 include the coordinates. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
 
 A result records its settings, the modes with their parameters, the model, the environment and the commit of kvchat,
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Cell = Mapping[str, Any]
 Report = Callable[[str], None]
-# Results are comparable if these are equal: each changes times, most change the last digits of logits.
+# Results are comparable if these are equal: each changes times, and most change the last digits of logits.
 COMPARED = ("processor", "threads", "gpu", "cuda", "torch", "transformers")
 Result = dict[str, Any]
 # The coordinates of a question or passage; variants are compared where these are equal.
 ASKED = ("task", "tokens", "depth", "case", "passage")
-NORMAL_95 = 1.959964  # 95 % of a normal distribution are within so many standard deviations
+NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 
 
 @dataclass(frozen=True)
 class Frame:
     """Saves a measurement's rows and reports them.
 
-    ``file`` None keeps them in memory only; an existing file is replaced. ``report`` gets lines for a person,
-    ``progress`` what is being loaded, an empty text at the end of that; ``command`` is noted in the result.
+    Without a ``file`` they are kept only in memory; an existing file is replaced. ``report`` gets lines to show,
+    ``progress`` the stages of loading, then ""; ``command`` is recorded in the result.
     """
 
     file: Path | None = None
@@ -63,11 +63,11 @@ class Frame:
     ) -> Result:
         """Measure the cells; return ``head`` with their rows and their ``summary`` as plain data.
 
-        The file always has what was measured so far. A refused cell becomes a row with the reason in ``refused``.
+        The file always contains the cells measured so far. A refused cell becomes a row with the reason in ``refused``.
 
         Raises:
             UsageError: the file cannot be written.
-            KvchatError: no cell could be measured; the first one's reason.
+            KvchatError: no cell could be measured; this is the first cell's error.
         """
         result: Result = _plain({**head, "command": self.command, "cells": len(cells), "rows": []})
         began, refused = self.clock(), list[KvchatError]()
@@ -118,14 +118,14 @@ def load(file: Path) -> Result:
 
 
 def _plain(value: Any) -> Any:
-    """The value after a round trip through JSON: tuples become lists."""
+    """Return the value after a round trip through JSON, which turns tuples into lists."""
     return json.loads(json.dumps(value))
 
 
 def experiment(
     name: str, what: str, settings: Mapping[str, Any], methods: Mapping[str, Any], model: LoadedModel, **found: Any
 ) -> Result:
-    """The head of a result: ``settings`` of the command, ``methods`` by variant, the model and the environment.
+    """Return the head of a result: ``settings`` of the command, ``methods`` by variant, the model and the environment.
 
     ``found`` are facts about the whole run that do not identify it, such as rates of the device.
     """
@@ -143,19 +143,19 @@ def experiment(
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
-    """Mode and all its parameters for each variant; ``budget`` as in ``parsed``."""
+    """Return the mode and all parameters of each variant; ``budget`` is as in ``parsed``."""
     found = {variant: parsed(variant, budget) for variant in variants}
     return {variant: {"mode": chosen.name, "parameters": chosen.model_dump()} for variant, chosen in found.items()}
 
 
 def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Why two results cannot be compared, in words; "" if they can."""
+    """Return why two results cannot be compared, or "" if they can."""
     environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
     return _difference("environment", *environments) or _difference("model", one.get("model"), other.get("model"))
 
 
 def _difference(name: str, one: Any, other: Any) -> str:
-    """The first innermost difference, with its path; a missing key is a difference."""
+    """Return the first innermost difference, with its path; a missing key is a difference."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys((*one, *other)):
             if found := _difference(f"{name}.{key}", one.get(key), other.get(key)):
@@ -165,13 +165,13 @@ def _difference(name: str, one: Any, other: Any) -> str:
 
 
 def parsed(variant: str, budget: int | None = None) -> ModeParameters:
-    """Parse the variant's parameters; ``budget`` applies if the mode has one and the variant names none."""
+    """Parse the variant's parameters; ``budget`` applies if the mode has one and the variant sets none."""
     mode, params = split(variant)
     return parse(mode, {"budget": budget, **params} if budget is not None and _has_budget(mode) else params)
 
 
 def split(variant: str) -> tuple[str, Params]:
-    """Split a variant into its mode and its parameters, still strings.
+    """Split a variant into its mode and its parameters, which stay strings.
 
     Raises:
         UsageError: a parameter is not KEY=VALUE.
@@ -187,10 +187,10 @@ def split(variant: str) -> tuple[str, Params]:
 
 
 def with_budgets(variants: Sequence[str], budgets: Sequence[int]) -> tuple[str, ...]:
-    """Each variant at each budget in tokens; unchanged if it names a budget or its mode has none.
+    """Return each variant at each budget in tokens; unchanged if it sets a budget or its mode has none.
 
     Raises:
-        UsageError: an unknown mode or parameter, or a budget out of range.
+        UsageError: a mode or parameter is unknown, or a budget is out of range.
     """
     found = list[str]()
     for variant in variants:
@@ -215,7 +215,7 @@ class ModelChoice(Load):
     quantize: str = "none"
 
     def load(self, progress: Report) -> LoadedModel:
-        """Load the weights; ``progress`` is called with each stage, and with an empty text at the end."""
+        """Load the weights; ``progress`` is called with each stage, and with "" at the end."""
         from kvchat.models import compile_ahead  # imports torch
         from kvchat.models.load import load_model
 
@@ -227,18 +227,18 @@ class ModelChoice(Load):
         return loaded
 
     def settings(self) -> dict[str, str]:
-        """The settings that a result's ``model`` does not include."""
+        """Return the settings that a result's ``model`` does not include."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The arithmetic mean; None without values."""
+    """Return the arithmetic mean; None without values."""
     found = list(values)
     return math.fsum(found) / len(found) if found else None
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least a ``share`` of the values do not exceed.
+    """Return the smallest value that at least a ``share`` of the values do not exceed.
 
     None if less than one value lies beyond it: the 99.9 % quantile needs 1,000 values.
     """
@@ -248,7 +248,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def wilson(right: int, cases: int) -> tuple[float, float] | None:
-    """The 95 % Wilson score interval of a share; None without cases."""
+    """Return the 95 % Wilson score interval of a share; None without cases."""
     if not cases:
         return None
     share, z2 = right / cases, NORMAL_95**2
@@ -258,7 +258,7 @@ def wilson(right: int, cases: int) -> tuple[float, float] | None:
 
 
 def sign_test(more: int, fewer: int) -> float:
-    """The probability by chance of a split as uneven as ``more`` and ``fewer``, or more so: two-sided, exact.
+    """Return the probability that chance splits at least as unevenly as ``more`` and ``fewer``: two-sided, exact.
 
     For questions that only one of two settings answered, this is McNemar's exact test.
     """
@@ -267,9 +267,9 @@ def sign_test(more: int, fewer: int) -> float:
 
 
 def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
-    """``sign_test`` over the cells that both have, by which one's ``figure`` is higher; None if they share no cell.
+    """Apply ``sign_test`` to the cells that both have, by whose ``figure`` is higher; None if they share no cell.
 
-    A list counts by its mean. Refused cells, and questions asked after a switch, are left out.
+    A list counts as its mean. Refused cells, and questions asked after a switch, are left out.
     """
     sides = [
         {

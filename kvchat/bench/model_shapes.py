@@ -1,6 +1,6 @@
 """Models of real shapes with random weights: speed and memory depend on shapes, not on the weights' values.
 
-The shapes are those published with the models; nothing is downloaded, and weights are drawn on the device itself.
+The shapes are those published with the models. Nothing is downloaded; weights are generated on the device itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvchat.models import attention_hook
 from kvchat.models.description import DTYPES, resolve_device
 from kvchat.models.load import LoadedModel, wrap
 
-FILL_TOKENS = 4096  # K/V drawn at once
+FILL_TOKENS = 4096  # tokens whose K/V are generated at once
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _shape(
     eps: float = 1e-6,
     **more: Any,
 ) -> dict[str, Any]:
-    """``heads`` are query heads and KV heads; ``rope`` is theta if it is a number."""
+    """Return a configuration; ``heads`` are query heads and KV heads, and ``rope`` is theta if it is a number."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -91,15 +91,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# The tokenizer of a model without text.
+# The tokenizer of a model that reads no text.
 NO_TOKENIZER = SimpleNamespace(chat_template="none", eos_token_id=None, all_special_ids=(), added_tokens_decoder={})
 
 
 def choose(shape: str, choice: ModelChoice, progress: Callable[[str], None]) -> LoadedModel:
-    """The model of ``choice``, or random weights in the named ``shape``, on its device.
+    """Return the model of ``choice``, or random weights in the named ``shape``, on its device.
 
     Raises:
-        UsageError: both a shape and a model or a quantization were given; KvchatError: it cannot be loaded.
+        UsageError: a shape was combined with a model or a quantization; KvchatError: it cannot be loaded.
     """
     if not shape:
         return choice.load(progress)
@@ -116,7 +116,7 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Build a model of the shape ``name`` with random weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        UsageError: an unknown shape, device or dtype.
+        UsageError: the shape, device or dtype is unknown.
         DoesNotFitError: the weights do not fit the device.
     """
     import transformers
@@ -163,7 +163,7 @@ def fill(kv: KVManager, tokens: int) -> None:
 
 
 def calibration(model: LoadedModel) -> Calibration:
-    """A random calibration for sync mode, whose cost does not depend on which head represents which."""
+    """Return a random calibration for sync mode, whose cost does not depend on which head represents which."""
     draw = torch.Generator().manual_seed(0)
     scores = torch.rand((model.layers, model.kv_heads, model.kv_heads), generator=draw, dtype=torch.float64)
     alike = (scores + scores.transpose(1, 2)) / 2

@@ -1,8 +1,8 @@
 """kvchat, llama.cpp and transformers, each in its own process: start, prefill, decoding and memory.
 
-For each context and round every peer is started anew, in turns, and does what a person's first question does: load,
-answer a short prompt, process the context, decode after it. All files are in the page cache, so the disk's speed does
-not matter. llama.cpp reads the GGUF file that kvchat reads, or a copy of the weights in kvchat's dtype; transformers
+For each context, every peer is started again in each round and does the work of a user's first question: load, answer a
+short prompt, prefill the context, decode after it. All files are in the page cache, so the disk's speed does not
+matter. llama.cpp reads the GGUF file that kvchat reads, or a copy of the weights in kvchat's dtype; transformers
 unpacks a GGUF file to that dtype. Both run with their own defaults and with as many threads as kvchat.
 """
 
@@ -30,11 +30,11 @@ from kvchat.config.profiles import Measured
 from kvchat.errors import UsageError, check_known
 from kvchat.models import checkpoint
 
-SHORT = 16  # tokens of the prompt that is answered first, during which libraries do what they do once
-# Names in the table by the module that runs the peer; llama.cpp may be there in two builds.
+SHORT = 16  # tokens of a first prompt, during which libraries do their one-time work
+# Names in the table by the module that runs the peer; llama.cpp may be installed in two builds.
 OTHERS = {"xllamacpp": "llama.cpp", "llama_cpp": "llama.cpp by llama-cpp-python", "transformers": "transformers"}
 BUILT = "llama_cpp"  # compiled for this processor, if it was installed from source
-OF_FILES = ModelChoice(quantize="auto")  # weights as small as in the file, as llama.cpp has them
+OF_FILES = ModelChoice(quantize="auto")  # keeps weights as small as in the file, like llama.cpp
 
 
 class Peer:
@@ -52,7 +52,7 @@ class Peer:
         """Start it, answer a short prompt, prefill the context and generate ``tokens`` tokens.
 
         Raises:
-            UsageError: its process ended, or gave fewer tokens.
+            UsageError: its process ended, or returned fewer tokens.
         """
         began = time.perf_counter()
         running = PeerProcess(*self._start)
@@ -89,8 +89,8 @@ class Peer:
 def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each context and peer.
 
-    A context of 0 or beyond the model's is its longest. A peer that fails is a row that says why. llama.cpp is left
-    out, and the reason reported, if the model has no GGUF file and cannot be copied to one.
+    A context of 0, or beyond the model's, is the longest possible. A peer that fails gives a row with the reason.
+    llama.cpp is left out, with a report, if the model has no GGUF file and cannot be copied to one.
 
     Raises:
         KvchatError: the model, a mode or a peer is refused, or a package that llama.cpp needs is not installed.
@@ -132,7 +132,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
             starts: list[tuple[str, str, str, dict[str, Any]]] = [
                 (name, OTHERS[name], *(unpacked if name == "transformers" else (gguf, {}))) for name in others
             ]
-            if BUILT in others:  # whether flash attention is faster depends on context and processor
+            if BUILT in others:  # it depends on context and processor whether flash attention is faster
                 starts.append((BUILT, f"{OTHERS[BUILT]}, flash attention", gguf, {"flash_attn": True}))
             starts += [("kvchat", f"kvchat {mode}", choice.model, _given(mode, choice)) for mode in settings.modes]
             peers = [Peer(*start, ids, spare) for start in starts]
@@ -146,7 +146,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
 
 
 def _given(variant: str, choice: ModelChoice) -> dict[str, Any]:
-    """Options for kvchat's own process: weights, mode and the parameters that the variant names."""
+    """Return options for kvchat's own process: weights, mode and the parameters that the variant sets."""
     mode, named = split(variant)
     params = {name: getattr(parsed(variant), name) for name in named}
     return {"dtype": choice.dtype, "quantize": choice.quantize, "mode": mode} | params

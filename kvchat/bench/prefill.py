@@ -1,7 +1,7 @@
 """Time and memory of prefill, compared with one forward pass of transformers in the same run.
 
 The forward pass keeps the K/V of all layers on the device; kvchat keeps those of one layer there and the rest in RAM.
-Both have a turn in each round, and a ratio is of one round's times.
+Both have a turn in each round, and a ratio compares times of the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvchat.models.load import LoadedModel
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds, and peak bytes: allocated on a GPU, else the process's RAM; None if the system does not say."""
+    """Seconds, and peak bytes: allocated on a GPU, else the process's RAM; None if the system does not report it."""
 
     seconds: float
     peak_bytes: int | None
@@ -88,9 +88,9 @@ def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int |
 
 
 def _without_pool(runner: ModelRunner, theirs: Reading | None) -> int | None:
-    """The peak of the one forward pass without kvchat's host pool, which stays in RAM.
+    """Return the peak of the single forward pass without kvchat's host pool, which stays in RAM.
 
-    If it were freed, kvchat's next prefill would have to allocate it again.
+    If the pool were freed, kvchat's next prefill would have to allocate it again.
     """
     if theirs is None or theirs.peak_bytes is None:
         return None
@@ -99,7 +99,7 @@ def _without_pool(runner: ModelRunner, theirs: Reading | None) -> int | None:
 
 
 def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
-    """Prefill once, untimed; return the tokens of the largest chunk and the predicted peak, None on a CPU."""
+    """Prefill once, untimed; return the size of the largest chunk and the predicted peak, None on a CPU."""
     _forget(runner)
     chunk = _read(runner, prompt)
     _forget(runner)
@@ -116,12 +116,12 @@ def _forget(runner: ModelRunner) -> None:
 
 
 def _read(runner: ModelRunner, ids: list[int]) -> int:
-    """Store ``ids``; return the number of tokens of the largest chunk."""
+    """Store ``ids``; return the size of the largest chunk."""
     return max(len(chunk) for chunk, _ in runner.prefill(ids))
 
 
 def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
-    """One forward pass of transformers with its own cache; None if it does not fit on the device."""
+    """Time one forward pass of transformers with its own cache; None if it does not fit on the device."""
     tokens = torch.tensor([prompt], device=model.device)
     with as_written(model.model):
         try:

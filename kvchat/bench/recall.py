@@ -1,9 +1,9 @@
-"""Recall of facts in long texts, mode against mode: tasks by lengths, depths and budgets, with Wilson intervals.
+"""Recall of facts in long texts by mode: tasks, lengths, depths and budgets, with Wilson intervals.
 
-The prompt of a case is processed once by full attention; every variant answers greedily from it, so that variants
-differ only in the tokens that their decode steps read. Full is always among the variants, because a question that it
-cannot answer is beyond the model, not lost by a mode. With ``inside`` the question follows so many tokens of a story,
-both decoded in the variant's mode, which must then find tokens that it has evicted.
+Full attention prefills the prompt of a case once; every variant answers greedily from it, so that variants differ only
+in the tokens that their decode steps read. Full is always among the variants, because a question that it cannot answer
+is beyond the model, not lost by a mode. With ``inside`` the question follows that many tokens of a story, both decoded
+in the variant's mode, which must then find tokens that it has evicted.
 
 The task ``switches`` decodes the story in one mode and the question in each of the modes, with the K/V of the story
 that the first mode computed.
@@ -33,11 +33,10 @@ COORDINATES = ("task", "tokens", "depth", "variant", "asked")
 def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
-    ``summary`` has a row for each task, length, depth and variant, and in ``switches`` for each mode ``asked`` in
-    after the variant.
+    ``summary`` has a row for each task, length, depth and variant; in ``switches`` also for each mode ``asked`` in.
 
     Raises:
-        UsageError: an unknown task, or a depth or number of keys out of range; KvchatError: the model cannot be
+        UsageError: a task is unknown, or a depth or number of keys is out of range; KvchatError: the model cannot be
             loaded, or all modes refuse.
     """
     for task in settings.tasks:
@@ -65,7 +64,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
 
 
 def _places(settings: Recall) -> list[Row]:
-    """Task, length, depth and number of every case."""
+    """Return task, length, depth and number of every case."""
     return [
         {"task": task, "tokens": tokens, "depth": depth, "case": number}
         for task in settings.tasks
@@ -76,7 +75,7 @@ def _places(settings: Recall) -> list[Row]:
 
 
 def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
-    """The row of a case; in ``switches`` one for each mode that the question is asked in."""
+    """Yield the row of a case; in ``switches``, a row for each mode that the question is asked in."""
     session.enter(parsed(cell["variant"]))
     if cell["task"] == SWITCHES:
         yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
@@ -120,7 +119,7 @@ def _row(session: Session, text: str, asked: Case) -> Row:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """A row for each place; refused rows of ``switches`` are left out, because they lack the coordinate ``asked``."""
+    """Return a row for each place, without refused rows of ``switches``, which lack the coordinate ``asked``."""
     placed = [row for row in rows if "refused" not in row or row["task"] != SWITCHES]
     places = [{name: row[name] for name in COORDINATES if name in row} for row in placed]
     return [_of_place(rows, dict(place)) for place in dict.fromkeys(tuple(place.items()) for place in places)]

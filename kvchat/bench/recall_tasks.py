@@ -1,9 +1,9 @@
 """Questions about facts hidden in a long text: the fact, its place, and the question.
 
-A case is a conversation of about a given length with a fact at a given depth (0: at the beginning, 1: at the end) among
-filler sentences. In tasks with several facts the others are anywhere in the text. The wording is of the kind that the
-bundled model was trained on, except in ``fact``: its everyday facts between the sentences of a book suit any model that
-can answer questions.
+A case is a conversation of about a given length with a fact at a given depth (0: beginning, 1: end) among filler
+sentences. In tasks with several facts, the others are anywhere in the text. The wording is like the bundled model's
+training data, except in ``fact``: its everyday facts between the sentences of a book suit any model that can answer
+questions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvchat.protocol.messages import Turn
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
 FILLER_TURNS = 4  # between the name and the question about it
-# The fact, the question, and what the answer has to contain.
+# The fact, the question, and the text that the answer must contain.
 FACTS = (
     ("The code of the garden gate is 73914.", "What is the code of the garden gate?", "73914"),
     ("Miss Taylor's parrot is called Pomponio.", "What is Miss Taylor's parrot called?", "Pomponio"),
@@ -46,7 +46,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Draw:
-    """The random source of a case: length in tokens, depth from 0 to 1, number of keys, a seeded generator."""
+    """Draws the parts of a case: length in tokens, depth from 0 to 1, number of keys, a seeded generator."""
 
     tokens: int
     depth: float
@@ -58,11 +58,11 @@ class Draw:
         return str(self.random_.randrange(10_000, 100_000))
 
     def filler(self, tokens: int) -> list[str]:
-        """Synthetic sentences, about ``tokens`` tokens."""
+        """Return synthetic sentences of about ``tokens`` tokens."""
         return self._of(sentences(self.random_.randrange(2**32)), tokens)
 
     def book(self, tokens: int) -> list[str]:
-        """Consecutive sentences of a bundled book, about ``tokens`` tokens; after its end it starts again."""
+        """Return consecutive sentences of a bundled book, about ``tokens`` tokens, starting again after its end."""
         text = self.random_.choice(sorted(BOOKS.glob("*.txt"))).read_text("utf-8").replace(BREAK, " ")
         all_ = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
         at = self.random_.randrange(len(all_))
@@ -77,14 +77,14 @@ class Draw:
 
 
 def case(task: str, tokens: int, depth: float, keys: int, seed: str, tokenizer: Any) -> Case:
-    """The case of a task; the same for the same ``seed``."""
+    """Return the case of a task; the same ``seed`` gives the same case."""
     return TASKS[task](Draw(tokens, depth, keys, random.Random(f"{seed}/{task}/{tokens}/{depth}"), tokenizer))
 
 
 def inside_answer(
     turns: Sequence[Turn], tokens: int, seed: int, tokenizer: Any
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of a prompt that asks for a story, of ``tokens`` tokens of a story, and of the last turn after it."""
+    """Return the ids of a prompt that asks for a story, of ``tokens`` tokens of a story, and of the last turn."""
     begun = (*turns[:-1], Turn("user", "Tell me a story."))
     told = (*begun, Turn("assistant", passage(sentences(seed), tokens, tokenizer)))
     encoder = PromptEncoder(tokenizer)
@@ -99,7 +99,7 @@ def _passkey(draw: Draw) -> Case:
 
 
 def _keys(draw: Draw) -> Case:
-    """The value of one of several keys."""
+    """Ask for the value of one of several keys."""
     names, numbers = draw.random_.sample(NAMES, draw.keys), [draw.number() for _ in range(draw.keys)]
     others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
     question = f"What is the value of {names[0]}?"
@@ -107,7 +107,7 @@ def _keys(draw: Draw) -> Case:
 
 
 def _chain(draw: Draw) -> Case:
-    """A variable that is set from a variable that is set from a number."""
+    """Ask for a variable that is set from a variable that is set from a number."""
     names, number = draw.random_.sample(NAMES, CHAIN), draw.number()
     told = [f"Let {names[0]} = {number}."]
     told += [f"Let {name} = {before}." for before, name in itertools.pairwise(names)]
@@ -115,13 +115,13 @@ def _chain(draw: Draw) -> Case:
 
 
 def _fact(draw: Draw) -> Case:
-    """One of several facts between the sentences of a book."""
+    """Ask for one of several facts between the sentences of a book."""
     (told, question, answer), *others = draw.random_.sample(FACTS, draw.keys)
     return _document(draw, told, question, answer, [sentence for sentence, _, _ in others], draw.book(draw.tokens))
 
 
 def _name(draw: Draw) -> Case:
-    """The model's name, which the system prompt gives, after turns about something else."""
+    """Ask for the model's name, which the system prompt gives, after turns about something else."""
     name = draw.random_.choice(NAMES)
     between = [
         turn
@@ -132,7 +132,7 @@ def _name(draw: Draw) -> Case:
 
 
 def _switches(draw: Draw) -> Case:
-    """A passkey from an early turn, asked for in another mode."""
+    """Ask in another mode for a passkey from an early turn."""
     return hide(draw.number(), draw.tokens, draw.tokenizer)
 
 
@@ -160,10 +160,10 @@ def _document(
     others: Sequence[str] = (),
     filler: Sequence[str] | None = None,
 ) -> Case:
-    """A text with the fact ``told`` at the depth and ``others`` anywhere, then the question as another turn."""
+    """Make a text with the fact ``told`` at the depth and ``others`` anywhere, then ask in another turn."""
     text = list(draw.filler(draw.tokens) if filler is None else filler)
     length = len(text)
     places = [(draw.depth, told), *((draw.random_.random(), sentence) for sentence in others)]
-    for depth, sentence in sorted(places, reverse=True):  # from the end, so that earlier places do not move
+    for depth, sentence in sorted(places, reverse=True):  # from the end, so that earlier places stay valid
         text.insert(round(depth * length), sentence)
     return Case((Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", question)), answer)

@@ -1,4 +1,4 @@
-"""A report of several results: the tables of each experiment."""
+"""A report of several results, with the tables of each experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(files: Sequence[Path]) -> list[Result]:
     """Read results that belong in one report.
 
     Raises:
-        UsageError: a file is not a result, or two are of different environments or models.
+        UsageError: a file is not a result, or two results come from different environments or models.
     """
     results = [load(file) for file in files]
     for file, result in zip(files[1:], results[1:], strict=True):
@@ -34,7 +34,7 @@ def read(files: Sequence[Path]) -> list[Result]:
 
 
 def rendered(results: Sequence[Result]) -> str:
-    """All tables of the results, in Markdown."""
+    """Return all tables of the results, in Markdown."""
     return "\n\n".join(table.markdown() for result in results for table in tables(result))
 
 
@@ -43,7 +43,7 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 class Column(NamedTuple):
-    """The head of a column, and how it makes a row's cell."""
+    """The head of a column, and the function that makes a row's cell."""
 
     head: str
     cell: Callable[[Row], str]
@@ -54,7 +54,7 @@ def figure(name: str, digits: int = 0, unit: str = "") -> Callable[[Mapping[str,
 
 
 def share(name: str, digits: int = 0) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with the share ``name`` of a row in percent."""
+    """Return a cell with the share ``name`` of a row in percent."""
     return lambda row: units.MISSING if row.get(name) is None else f"{100 * row[name]:.{digits}f} %"
 
 
@@ -63,12 +63,12 @@ def size(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def interval(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with the interval of shares ``name`` of a row in percent."""
+    """Return a cell with the interval of shares ``name`` of a row in percent."""
     return lambda row: units.MISSING if not row.get(name) else " – ".join(f"{100 * each:.0f}" for each in row[name])
 
 
 def variant(row: Mapping[str, Any]) -> str:
-    """A variant as words: ``sync:budget=512,m=5`` -> ``sync, budget=512, m=5``."""
+    """Return a variant as words: ``sync:budget=512,m=5`` -> ``sync, budget=512, m=5``."""
     return ", ".join(part for part in row["variant"].replace(":", ",").split(",") if part)
 
 
@@ -160,10 +160,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def tables(result: Result) -> list[Table]:
-    """The tables of a result, and what it was measured on.
+    """Return the tables of a result, and what it was measured on.
 
     Raises:
-        UsageError: the experiment is unknown, its rows are of another version, or cells are missing.
+        UsageError: the experiment is unknown, its rows are from another version, or cells are missing.
     """
     name = result["experiment"]
     if "summary" not in result:
@@ -181,7 +181,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
-    """The tables, with ``notes`` about all of them below the last."""
+    """Add ``notes`` about all tables below the last one."""
     return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
 
 
@@ -197,7 +197,7 @@ def _tables(name: str, result: Result) -> list[Table]:
 
 
 def _recall(title: str, rows: list[Row]) -> list[Table]:
-    """A line for each variant, a column for each task and length, depths summed; for switches a grid."""
+    """Return a row for each variant and a column for each task and length, summed over depths; for switches a grid."""
     found = []
     plain = [row for row in rows if "asked" not in row]
     if plain:
@@ -214,7 +214,7 @@ def _recall(title: str, rows: list[Row]) -> list[Table]:
 
 
 def _parts(result: Result) -> list[Table]:
-    """A table for each part, with published figures next to measured ones."""
+    """Return a table for each part, with published figures next to measured ones."""
     found, taken = [], 0.0
     for name, words in result["parts"].items():
         rows = [row for row in result["summary"] if row["part"] == name]
@@ -234,7 +234,7 @@ def _parts(result: Result) -> list[Table]:
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
-    """A cell with a measured or published figure; empty if there is none."""
+    """Return a cell with a measured or published figure, or an empty one."""
 
     def cell(row: Row) -> str:
         value = row[side].get(key)
@@ -244,7 +244,7 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
 
 
 def _grid(title: str, rows: list[Row]) -> Table:
-    """Right answers by the variant of the story and that of the question, and a line's total with its interval."""
+    """Tabulate right answers by the variants of the story and of the question, with each row's total and interval."""
     columns = list(dict.fromkeys(row["asked"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -255,7 +255,7 @@ def _grid(title: str, rows: list[Row]) -> Table:
 
 
 def _right(rows: list[Row], with_interval: bool = True, **place: Any) -> str:
-    """Right answers at a place, of all, and the interval of the share in percent."""
+    """Return the right answers at a place, their total number, and the interval of the share in percent."""
     mine = [row for row in rows if place.items() <= row.items()]
     right, cases = sum(row["right"] for row in mine), sum(row["cases"] for row in mine)
     found = wilson(right, cases) if with_interval else None
@@ -294,13 +294,13 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def changed(row: Mapping[str, Any]) -> str:
-    """The change rate as text; empty if it was not fixed."""
+    """Return the change rate as text, or "" if it was not fixed."""
     rate = row.get("change_rate", NATURAL)
     return "" if rate == NATURAL else f", {100 * rate:g} % new"
 
 
 def made_by(result: Result) -> str:
-    """Command, model if there is one, and machine."""
+    """Return the command, the model if there is one, and the machine."""
     model, e = result["model"], result["environment"]
     command = f"`{result['command']}`; " if result.get("command") else ""
     if not model:
@@ -311,7 +311,7 @@ def made_by(result: Result) -> str:
 
 
 def tabulated(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *notes: str) -> Table:
-    """A table with a line for each row; a ``refused`` row has the reason in its second cell.
+    """Return a table with a line for each row; a ``refused`` row has the reason in its second cell.
 
     A column without any measured value is left out.
     """

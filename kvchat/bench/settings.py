@@ -1,6 +1,6 @@
-"""The settings of each measurement: a field for each, with its option on the command line.
+"""The settings of each measurement: one field each, with its option on the command line.
 
-Imports no torch, so that the command line can show help and refuse wrong values quickly.
+It imports no torch, so that the command line shows help and refuses wrong values quickly.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Shape = Annotated[str, Option(help="random weights in the shape of llama-3.1-8b,
 
 
 def named(names: str) -> tuple[str, ...]:
-    """The names between commas; nothing for ``none``."""
+    """Return the names between commas, or () for ``none``."""
     return tuple(name for name in names.split(",") if name not in ("", "none"))
 
 
 @dataclass(frozen=True)
 class Variants:
-    """Measures ``modes``, each at each of ``budgets`` unless it names one; by default the standard ones.
+    """Measures ``modes``, each at each of ``budgets`` unless it sets one; by default the standard ones.
 
     Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
+        UsageError: a mode or parameter is unknown, or a value is out of range.
     """
 
     STANDARD: ClassVar[tuple[str, ...]] = ("streaming", "speculative", "freeze", "sync")
@@ -49,9 +49,9 @@ class Variants:
 
 @dataclass(frozen=True)
 class Agreement(Variants):
-    """Measure divergence from full attention. In KL, top-1 agreement, perplexity and attention covered, by token.
+    """Measure divergence from full attention. Reports KL, top-1 agreement, perplexity and attention covered.
 
-    Without ``texts`` it uses the shipped books.
+    Without ``texts`` it uses the bundled books.
     """
 
     context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 2048
@@ -62,9 +62,9 @@ class Agreement(Variants):
 
 @dataclass(frozen=True)
 class Coverage(Variants):
-    """Measure the attention covered by each mode. Also by the best choice of as many tokens, and in the worst head.
+    """Measure the attention covered by each mode. Compares it with the best choice of as many tokens, also by head.
 
-    Without ``texts`` it uses the shipped books.
+    Without ``texts`` it uses the bundled books.
     """
 
     STANDARD_BUDGETS = (128, 256, 512, 1024, 2048)
@@ -79,16 +79,16 @@ class Coverage(Variants):
 
 @dataclass(frozen=True)
 class Recall(Variants):
-    """Measure how many facts in long texts are found. By task, length, depth, mode and budget.
+    """Measure how many facts in long texts are found. Reports results by task, length, depth, mode and budget.
 
-    ``inside`` 0 asks the question in a turn of its own; in the task switches it stands for ``recall.INSIDE``.
+    ``inside`` 0 asks the question in its own turn; for the task switches it means ``recall.INSIDE``.
     """
 
     tasks: Annotated[
         tuple[str, ...],
         Option("--task", help="passkey keys chain fact name switches; repeatable"),
     ] = ("passkey", "keys", "chain", "name")
-    lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="about so many tokens a text; repeatable")] = (
+    lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="tokens of a text, roughly; repeatable")] = (
         1000,
         3000,
     )
@@ -101,18 +101,18 @@ class Recall(Variants):
     )
     cases: Annotated[int, Option(min=1, help="conversations per length and depth")] = 4
     keys: Annotated[int, Option(help="number of facts in tasks with several")] = 4
-    inside: Annotated[int, Option(min=0, help="ask after so many tokens of an answer, in the same turn")] = 0
+    inside: Annotated[int, Option(min=0, help="ask after this many tokens of an answer, in the same turn")] = 0
     seed: Seed = 0
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Reproduce tables and figures of a mode's paper. Published values stand next to measured ones.
+    """Reproduce tables and figures of a mode's paper. Shows published values next to measured ones.
 
-    ``modes`` and ``budgets`` are for a study that compares modes; by default all, at the study's budget.
+    ``modes`` and ``budgets`` are for a study that compares modes; by default all modes, at the study's budget.
 
     Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
+        UsageError: a mode or parameter is unknown, or a value is out of range.
     """
 
     paper: Annotated[str, Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")]
@@ -132,12 +132,12 @@ class Paper:
 
 @dataclass(frozen=True)
 class Decode:
-    """Measure time per decoded token, memory and traffic. Compared with transformers' caches in the same run.
+    """Measure time per decoded token, memory and traffic. Compares with transformers' caches in the same run.
 
-    ``change_rates`` are "natural" or shares of 1. ``baselines`` None takes those that suit the device.
+    ``change_rates`` are "natural" or shares of 1. Without ``baselines`` it uses those that suit the device.
 
     Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
+        UsageError: a mode or parameter is unknown, or a value is out of range.
     """
 
     shape: Shape = ""
@@ -161,7 +161,7 @@ class Decode:
         ),
     ] = None
     prefill: Annotated[bool, Option("--prefill", help="process a prompt even with random weights")] = False
-    load: Annotated[int, Option(min=0, help="measure again while so many other processes are busy")] = 0
+    load: Annotated[int, Option(min=0, help="measure again while this many other processes are busy")] = 0
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -170,7 +170,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Measure speed and acceptance of drafts. Each answer is also generated without them."""
+    """Measure speed and acceptance of drafts. Each answer is also generated without drafts."""
 
     drafts: Annotated[tuple[str, ...], Option("--draft", help="lookup window auto; repeatable")] = (
         "lookup",
@@ -201,10 +201,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Measure time and memory of prefill. Compared with one forward pass of transformers in the same run.
+    """Measure time and memory of prefill. Compares with one forward pass of transformers in the same run.
 
     Raises:
-        UsageError: as ``Decode``.
+        UsageError: the same as ``Decode``.
     """
 
     shape: Shape = ""
@@ -219,9 +219,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Peers(Variants):
-    """Compare kvchat with llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
+    """Compare kvchat with llama.cpp and transformers. Measures start, prefill, decoding and peak memory of each.
 
-    A context of 0 is the model's longest. ``peers`` None takes those that are installed.
+    A context of 0 is the model's longest. Without ``peers`` it uses those that are installed.
     """
 
     STANDARD = ("full", "streaming", "speculative")

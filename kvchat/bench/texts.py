@@ -1,4 +1,4 @@
-"""Texts to measure on: passages of books that the bundled model was not trained on, or of a person's own files."""
+"""Texts to measure on: passages of books that the bundled model was not trained on, or of the user's files."""
 
 from __future__ import annotations
 

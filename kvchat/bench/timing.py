@@ -1,6 +1,6 @@
-"""Times of decoded tokens, and their circumstances: hardware and versions, peak memory, the load of other processes.
+"""Times of decoded tokens, and their circumstances: hardware, versions, peak memory, and load by other processes.
 
-A variant is anything that decodes. Other programs change every time, so a time means nothing without their load.
+A variant is anything that decodes. Other programs' load varies, so a time means nothing without it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import kvchat
 from kvchat import nvml, paths
 from kvchat.process import PROCESSES, STAT, processor_time, usable_processors
 
-# Steps before those that count: the first compile and allocate; on a GPU each kind of step (sync mode has five) runs
-# once before it is captured.
+# Uncounted first steps, which compile and allocate; on a GPU each kind of step (sync mode has five) runs once before it
+# is captured.
 WARM_UP = {"cpu": 3, "cuda": 12}
 OWN = Path("/proc/self")
 FORGET_PEAK = "5"
-# Ends by itself once its parent has ended, even if it was killed.
+# Ends by itself after its parent ends, even if the parent was killed.
 BUSY = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
-# Seconds of processor time since boot: of all processors, idle, and of this process with its children.
+# Seconds of CPU time since boot: of all processors, idle, and of this process with its children.
 Sample = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per token: wall time of the median step and of the mean one, and processor time of this process.
+    """Milliseconds per token: wall time of the median step and of the mean one, and CPU time of this process.
 
-    Processor time adds up all threads and hardly depends on other programs; None if another process decodes.
-    ``chat_ms`` is a median step that also samples its token and reads it from the device; None if not measured.
+    CPU time adds up all threads and hardly depends on other programs; None if another process decodes. ``chat_ms`` is a
+    median step that also samples its token and reads it from the device; None if not measured.
     """
 
     ms: float
@@ -62,7 +62,7 @@ class Variant(Protocol):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """More columns of its row, valid after a measurement."""
+        """Further columns of its row, valid after a measurement."""
         ...
 
     def measure(self, tokens: Sequence[int]) -> Timing:
@@ -80,9 +80,9 @@ def warm_up(device: torch.device) -> int:
 def time_steps(
     step: Callable[[int], object], tokens: Sequence[int], device: torch.device, first: int | None = None
 ) -> Timing:
-    """Time ``step`` of each token, leaving out those before ``first`` (None: the ``warm_up``).
+    """Time ``step`` for each token, leaving out those before ``first`` (None: the ``warm_up``).
 
-    Each step waits for the device, because in a chat the next token is drawn from its logits.
+    Each step waits for the device, because in a chat the next token is sampled from its logits.
     """
     first, times, spent = warm_up(device) if first is None else first, [], 0.0
     for number, token in enumerate(tokens):
@@ -133,7 +133,7 @@ def forget_peak(process: Path = OWN) -> bool:
 
 
 def read_peak(process: Path = OWN) -> int | None:
-    """Bytes in RAM at the peak; None if the system does not report it."""
+    """Return the peak bytes in RAM; None if the system does not report them."""
     try:
         lines = (process / "status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -143,7 +143,7 @@ def read_peak(process: Path = OWN) -> int | None:
 
 @contextmanager
 def keep_busy(processes: int) -> Iterator[None]:
-    """Keep so many processes busy, with one thread each, inside the context."""
+    """Keep this many single-threaded processes busy inside the context."""
     command = [sys.executable, "-c", BUSY, str(os.getpid())]
     started = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(processes)]
     try:
@@ -156,33 +156,33 @@ def keep_busy(processes: int) -> Iterator[None]:
 
 
 def fair_share(threads: int, load: int) -> float:
-    """The fair share of its speed that a process with so many threads keeps while ``load`` others are busy."""
+    """Return the fair share of its speed that a process with ``threads`` threads keeps next to ``load`` others."""
     cores = len(usable_processors())
     return min(1.0, cores / (min(threads, cores) + load))
 
 
 def sample_processors(stat: Path = STAT) -> Sample | None:
-    """Read the processor time used until now; None if the system does not report it."""
+    """Read the CPU time used so far; None if the system does not report it."""
     if (spent := processor_time(stat)) is None:
         return None
     return spent.total, spent.idle, time.process_time() + _of_children()
 
 
 def _of_children() -> float:
-    """Seconds of processor time of this process's children, running and ended; llama.cpp runs in one."""
+    """Return seconds of CPU time of this process's children, running and ended; llama.cpp runs in one."""
     ended, running = os.times(), 0
     for stat in PROCESSES.glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         if int(fields[1]) == os.getpid():
             running += int(fields[11]) + int(fields[12])
     return ended.children_user + ended.children_system + running / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_others(before: Sample | None, after: Sample | None) -> list[float]:
-    """The share of all processors that other processes took between two samples; empty if unknown."""
+    """Return the share of all processors that other processes used between two samples, in a list; [] if unknown."""
     if before is None or after is None or after[0] <= before[0]:
         return []
     total, idle, own = (late - early for early, late in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Steps a model through a text token by token in any mode, and reports what attention read at each step."""
+"""Decodes a text token by token in any mode, and reports which tokens attention read at each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UP = 2  # steps
 
 
 class Walk:
-    """One text in the K/V of one model; every inspection of the last step waits for the device."""
+    """One text in the K/V of one model; any inspection of the last step waits for the device."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
@@ -37,17 +37,17 @@ class Walk:
     def begin(
         self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0, quantizes: bool = False
     ) -> Tensor:
-        """Store the prompt and nothing else, then enter a mode; the next token's logits ``[vocab]``.
+        """Store only the prompt, then enter a mode; return the next token's logits ``[vocab]``.
 
-        It is stored in full precision, or with ``quantizes`` in 8-bit pages, which later tokens of the prompt read.
+        It is stored in full precision or, with ``quantizes``, in 8-bit pages, which later tokens of the prompt read.
 
         Raises:
-            DoesNotFitError: the prompt is longer than the model's context, or is so with ``more`` tokens after it in a
-                mode that cannot exceed the context; or memory is short.
-            UsageError: the mode refuses its parameters, or needs a calibration that so short a prompt does not give.
+            DoesNotFitError: the prompt, or the prompt with ``more`` tokens in a mode that cannot exceed the context, is
+                longer than the model's context, or memory ran out.
+            UsageError: the mode refuses its parameters, or the prompt is too short for a calibration that it needs.
         """
         self._refuse_beyond_context(len(prompt))
-        # No mode changes a prompt's K/V: if they are stored, only the last token is processed again.
+        # No mode changes a prompt's K/V: if they are still stored, only the last token is prefilled again.
         kept = len(prompt) - 1 if self._prompt == list(prompt) and self._state.quantizes == quantizes else 0
         self._prompt = []
         self.runner.truncate(kept)
@@ -72,7 +72,7 @@ class Walk:
         """Enter a mode; if it needs a calibration that the model lacks, calibrate on the ``prompt``.
 
         Raises:
-            KvchatError: as ``begin``.
+            KvchatError: the same as ``begin``.
         """
         mode = build(parameters, geometry_of(self.model), traits_of(self.model, self._calibration))
         if mode.needs_calibration:
@@ -92,11 +92,11 @@ class Walk:
         return self.runner.step(token)
 
     def times(self, ids: Sequence[int], prompt: int, parameters: ModeParameters) -> tuple[float, float]:
-        """Seconds to process the first ``prompt`` ids and enter a mode, and mean seconds of a step over the others.
+        """Return seconds to prefill the first ``prompt`` ids and enter a mode, and mean seconds per step of the others.
 
         The first steps, which may compile loops, do not count.
         """
-        self.begin(ids[:1], FullParameters())  # drops a stored prompt, which would not be processed again
+        self.begin(ids[:1], FullParameters())  # drops the stored prompt, which would not be prefilled again
         began = time.perf_counter()
         float(self.begin(ids[:prompt], parameters, len(ids) - prompt)[0])  # waits for the device
         prefilled = time.perf_counter()
@@ -113,29 +113,29 @@ class Walk:
         return self._state.query.float()
 
     def attended(self, layer: int) -> Tensor:
-        """Mask of the stored tokens that the last token's attention read, bool ``[H, total]``."""
+        """Return which stored tokens the last token read, as a mask: bool ``[H, total]``."""
         return inspect.attended(self._state, layer)
 
     def tokens_read(self) -> float:
-        """Stored tokens that the last token read, mean over layers and KV heads."""
+        """Return how many stored tokens the last token read, averaged over layers and KV heads."""
         counts = inspect.attended_counts(self._state).sum().item()
         return counts / (self.model.layers * self.model.kv_heads)
 
     def weights(self, layer: int) -> Tensor:
-        """Attention weights of all stored tokens for the last token's queries, whatever the mode read.
+        """Return the last token's attention weights over all stored tokens, whatever the mode read.
 
-        ``[H, group, total]``: KV heads, and the query heads of each.
+        The shape is ``[H, group, total]``: KV heads, and the query heads of each.
         """
         with torch.inference_mode():
             return inspect.weights(self._state, layer)
 
     def covered(self) -> Tensor:
-        """The share of full attention that falls on the tokens read, ``[layers, H]``; 1 if all were read."""
+        """Return the share of full attention that falls on the tokens read, ``[layers, H]``; 1 if all were read."""
         with torch.inference_mode():
             return torch.stack([inspect.covered(self._state, layer) for layer in range(self.model.layers)])
 
     def coverable(self) -> Tensor:
-        """Shares ``[3, layers, H]``: ``covered``, and those of the best pages and best tokens, as many as were read."""
+        """Return ``[3, layers, H]``: ``covered``, and the coverage by as many best pages or tokens."""
         with torch.inference_mode():
             found = []
             for layer in range(self.model.layers):
@@ -147,22 +147,22 @@ class Walk:
 
 
 def tokens_read(session: Session) -> float:
-    """Stored tokens that the last decoded token read, mean over layers and KV heads; waits for the device."""
+    """Return how many stored tokens the last decoded token read, averaged over heads; waits for the device."""
     layers = range(session.info.layers)
     return statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers)
 
 
 def answered(session: Session, turns: Sequence[Turn], tokens: int) -> Finished:
-    """The greedy answer of at most ``tokens`` tokens to the last turn, with its figures."""
+    """Return the greedy answer to the last turn, of at most ``tokens`` tokens, with its figures."""
     *_, finished = session.answer(turns, Sampling(temperature=0, max_new_tokens=tokens))
     assert isinstance(finished, Finished)
     return finished
 
 
 def decode(session: Session, given: Sequence[int], tokens: int) -> tuple[str, float]:
-    """Decode the ids ``given``, at least one, then greedily up to ``tokens`` more in the session's mode.
+    """Decode the ids ``given``, at least one, then up to ``tokens`` more greedily, in the session's mode.
 
-    Returns the answer without its end token, and the tokens that a step read on average.
+    Returns the answer without its end token, and how many tokens a step read on average.
     """
     answer, read = list[int](), list[float]()
     for token in given:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from kvchat.units import size
 
-MAX_BYTES = 2**24  # of a file, until a model is loaded, which has a context
-BYTES_PER_TOKEN = 8  # of text: more than any tokenizer's average
+MAX_BYTES = 2**24  # of a file, while no model is loaded whose context would limit it
+BYTES_PER_TOKEN = 8  # of text, more than any tokenizer's average
 _FENCED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 
 
 class Piece(NamedTuple):
-    """A part of a question: the fenced ``text`` of the file ``name``, or text that a person wrote, without a name.
+    """A part of a question: the fenced ``text`` of the file ``name``, or text that the user wrote, without a name.
 
     The file's own text is ``text[begin:end]``, inside the fence.
     """
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def fenced(name: str, text: str) -> str:
-    """``text`` under its name, in a fence longer than any in it."""
+    """Return ``text`` under its name, in a fence longer than any in it."""
     longest = max(map(len, re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     language = Path(name).suffix[1:]
@@ -54,12 +54,12 @@ def pieces(question: str) -> Iterator[Piece]:
 
 
 def written(question: str) -> str:
-    """What a person wrote around the files of a question; the files' labels if there is nothing else."""
+    """Return the text that the user wrote around the files of a question, or the files' labels if there is none."""
     return "\n".join(piece.text for piece in pieces(question) if not piece.name).strip() or folded(question)
 
 
 def folded(question: str) -> str:
-    """A question with a label in place of each file, on a line of its own."""
+    """Return a question with each file replaced by a label on its own line."""
     found = list(pieces(question))
     if not any(piece.name for piece in found):
         return question

@@ -1,4 +1,4 @@
-"""A comparison of modes: its table, its verdict in words, and both as a file, Markdown or JSON."""
+"""A comparison of modes: its table, its verdict in words, and both as a Markdown or JSON file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvchat.units import MISSING, count, figure, percent, size
 
 FIGURES = {
     "tok/s": "tokens written per second",
-    "read": "share of stored tokens that a token attended to, on average over the answer",
+    "read": "share of stored tokens that a token read, on average over the answer",
     "fetched": "copied from RAM to the GPU for the answer",
     "hits": "share of the choice that was already on the device",
     "alike": "tokens at the start that match the first answer",
@@ -25,12 +25,12 @@ FIGURES = {
 }
 """The columns of figures, and their meanings."""
 COLUMNS = ("", *FIGURES)
-NOTHING = "–"  # a figure without a meaning in this row, such as a hit rate if nothing is recalled
+NOTHING = "–"  # in place of a figure that does not apply, such as a hit rate if nothing is recalled
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``question``, answered by a model in the ``variants``; a run for each, fewer if it was stopped."""
+    """``question``, answered by a model in the ``variants``; one run for each, fewer if it was stopped."""
 
     question: str
     model: str
@@ -41,30 +41,30 @@ class Comparison:
 
 
 def label(variant: Variant) -> str:
-    """``speculative budget=512``."""
+    """Return a variant as text: ``speculative budget=512``."""
     return " ".join((variant.mode, *(f"{name}={value}" for name, value in variant.params.items())))
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A row of ``COLUMNS`` for each run."""
+    """Return a row of ``COLUMNS`` for each run."""
     return [_row(label(v), run) for v, run in zip(comparison.variants, comparison.runs, strict=False)]
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence for each run but the first: where its text differs from the first run's, and how well they agree."""
+    """Return a sentence for each run after the first: where its text first differs, and how well they agree."""
     names = [label(variant) for variant in comparison.variants]
     others = list(zip(names, comparison.runs, strict=False))[1:]
     return [_verdict(name, run, names[0]) for name, run in others]
 
 
 def first_difference(runs: Sequence[Run]) -> int | None:
-    """How many tokens all answers have in common at the start; None if they do not differ."""
+    """Return how many tokens all answers have in common at the start; None if they do not differ."""
     found = [run.agreement.first_difference for run in runs if run.agreement]
     return min((at for at in found if at is not None), default=None)
 
 
 def to_text(comparison: Comparison) -> str:
-    """The answers, the table in aligned columns and the verdict, as lines for a terminal."""
+    """Return the answers, the table in aligned columns and the verdict, as lines for a terminal."""
     answers = [
         f"── {label(variant)} ──\n{run.text.strip() or run.refusal}"
         for variant, run in zip(comparison.variants, comparison.runs, strict=False)
@@ -79,7 +79,7 @@ def to_text(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The question, the table, the verdict and the answers."""
+    """Return the question, the table, the verdict and the answers, as Markdown."""
     sampling = comparison.sampling
     drawn = "the model's own temperature" if sampling.temperature is None else f"temperature {sampling.temperature:g}"
     head = f"{comparison.model}, {drawn}, seed {sampling.seed}"
@@ -97,7 +97,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """All figures, with the text of each token."""
+    """Return all figures, with the text of each token, as JSON."""
     return json.dumps({"format": "kvchat-comparison", "version": 1, **dataclasses.asdict(comparison)}, indent=2) + "\n"
 
 
@@ -105,7 +105,7 @@ def write(comparison: Comparison, path: Path) -> None:
     """Write a comparison to a new file, in the format of its ending.
 
     Raises:
-        UsageError: as ``check``, or it cannot be written.
+        UsageError: the same as ``check``, or it cannot be written.
     """
     check(path)
     export.write_new(path, FORMATS[path.suffix](comparison))

@@ -1,7 +1,7 @@
 """A conversation: a tree of messages, and the path through it that is shown and sent to the model.
 
 Editing a question or answering it again adds a sibling; no message is replaced. An answer also keeps its figures and
-live switches: a small mark in the text at each, and a line below the text that says what it was.
+live switches: a small mark in the text at each switch, and a line below the text that describes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvchat.protocol.figures import Count, Params, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
-CUT_OFF = "cut off"  # the ending of an answer whose engine ended first
+CUT_OFF = "cut off"  # the ending of an answer if the engine ended first
 MARK = "┃"  # as in the ribbon
 DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 MARKED = re.compile(f"{MARK}[⁰¹²³⁴⁵⁶⁷⁸⁹]*(?=\\s|$)")
-MOST_PUNCTUATION = 8  # characters of it that are searched between a word and a switch
+MOST_PUNCTUATION = 8  # characters of punctuation that are searched between a word and a switch
 _WORD_END = re.compile(r"[^\W_][.,;:!?…\"'”’)\]]*(?=\s)|[、。，！？；：]")
 _FENCE = re.compile(r"^[ \t>]*(`{3,}|~{3,})[^\n]*", re.MULTILINE)
 _STATS = TypeAdapter(Stats)
@@ -49,10 +49,10 @@ class ModeChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A question (``role`` user) or an answer (assistant) below ``parent``, None for the first question.
+    """A question (``role`` user) or an answer (assistant) below ``parent``, which is None for the first question.
 
-    ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
-    ``receipt`` and ``stats`` are its cost. Every mode attends to a ``pinned`` message. ``switch_lines`` are the live
+    ``created`` is in seconds since the epoch. ``ending`` says why an answer ended, and is "" while it is generated;
+    ``receipt`` and ``stats`` are its cost. Every mode reads a ``pinned`` message. ``switch_lines`` are the live
     switches from an answer's beginning to the next question. ``model`` wrote the answer. ``thought`` is the tag that
     ends its thought, if the text alone does not show it.
     """
@@ -72,7 +72,7 @@ class Message:
 
     @property
     def marked_text(self) -> str:
-        """The text with a mark at each live switch, and below it a line about each."""
+        """The text with a mark at each live switch, and a line about each below it."""
         return "\n\n".join((with_marks(self.text, self.switch_lines, is_over=True), *notes(self.switch_lines)))
 
     @property
@@ -82,7 +82,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What is saved of a conversation except its messages; ``leaf`` is the id of the last message of its path."""
+    """The saved properties of a conversation, without messages; ``leaf`` is the id of the last message of its path."""
 
     title: str
     system: str | None
@@ -118,11 +118,11 @@ class Changes:
 
 
 class Conversation:
-    """Questions and answers alternate along every path; ``leaf`` is the last message of the current one.
+    """A tree of messages; questions and answers alternate along every path.
 
-    ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one. ``mode``
-    is its last KV mode and ``params`` the parameters given for it; "" and empty if unknown. Without ``is_kept`` it
-    leaves nothing on disk.
+    ``leaf`` is the last message of the current path. ``messages`` are in the order in which they were added.
+    ``system`` is the system prompt, or None. ``mode`` is its last KV mode and ``params`` the parameters set for it;
+    both are empty if unknown. A conversation that is not ``is_kept`` leaves nothing on disk.
     """
 
     is_kept = True
@@ -156,7 +156,7 @@ class Conversation:
 
     @property
     def leaf(self) -> Message | None:
-        """The last message of the path, None if it is empty."""
+        """The last message of the path, or None."""
         return self.messages.get(self._leaf or "")
 
     @property
@@ -175,7 +175,7 @@ class Conversation:
         return [message.stats for message in self.messages.values() if message.stats]
 
     def path_to(self, id: str | None) -> list[Message]:
-        """The messages from the first question to the message ``id``."""
+        """Return the messages from the first question to the message ``id``."""
         path = []
         while message := self.messages.get(id or ""):
             path.append(message)
@@ -183,25 +183,25 @@ class Conversation:
         return path[::-1]
 
     def siblings(self, id: str) -> list[Message]:
-        """The messages with the same parent as ``id``, including it."""
+        """Return the messages with the same parent as ``id``, including it."""
         return [self.messages[sibling] for sibling in self._children[self.messages[id].parent]]
 
     def last_text(self) -> str:
-        """The text of the leaf, empty without one."""
+        """Return the text of the leaf, or ""."""
         return self.leaf.text if self.leaf else ""
 
     def command(self, sampling: Sampling) -> Chat:
-        """The command to answer the last question of the path, or to continue its last answer."""
+        """Return the command to answer the last question of the path, or to continue its last answer."""
         return Chat(self._whole(), sampling, self._id_of_kept)
 
     def to_resume(self) -> Resume:
-        """The command to make this the engine's current conversation."""
+        """Return the command to make this the engine's current conversation."""
         return Resume(self._id_of_kept, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 
     def ask(self, text: str, pinned: bool = False) -> Message:
-        """Add a question below the last answer; if the path ends with a question, the new one becomes its sibling."""
+        """Add a question below the last answer; if the path ends with a question, add it as a sibling."""
         parent = self._leaf if self._ends_with("assistant") else self.leaf.parent if self.leaf else None
         if not self.title:
             self.title = shorten(attachments.written(text))
@@ -217,7 +217,7 @@ class Conversation:
         model: str = "",
         thought: str = "",
     ) -> Message:
-        """Set the text of the answer to the last question; without an ``ending`` it is not finished."""
+        """Set the text of the answer to the last question; without an ``ending`` it is unfinished."""
         answer = self.leaf if self._ends_with("assistant") else None
         answer = answer or Message(parent=self._leaf, role="assistant", text="")
         changed = replace(answer, text=text, ending=ending, receipt=receipt, stats=stats)
@@ -239,7 +239,7 @@ class Conversation:
         self.messages[id] = replace(self.messages[id], switch_lines=changes)
 
     def withdraw(self) -> str:
-        """Take back the last question and return its text; if it has answers, return to the newest and give ``""``."""
+        """Remove the last question and return its text; if it has answers, select the newest and return ""."""
         question = self.leaf
         if question is None or question.role != "user":
             return ""
@@ -252,7 +252,7 @@ class Conversation:
         return question.text
 
     def fork(self, id: str) -> Conversation:
-        """Copy the path to the message ``id`` into a conversation of its own."""
+        """Copy the path to the message ``id`` into a new conversation."""
         fork = Conversation(self.system, title=self.title, mode=self.mode, params=self.params)
         for message in self.path_to(id):
             fork.add(replace(message, id=new_id(), parent=fork._leaf))
@@ -261,11 +261,11 @@ class Conversation:
     # ---- choosing a path -------------------------------------------------------------------------
 
     def go_to(self, id: str | None) -> None:
-        """End the path with the message ``id``, or with None before the first question; the tree stays as it is."""
+        """End the path at the message ``id``, or before the first question (None); the tree does not change."""
         self._leaf = id
 
     def select(self, id: str) -> None:
-        """Lead the path through the message ``id`` to the newest message below it."""
+        """Select the path through the message ``id`` to the newest message below it."""
         below = {id}
         newest = id
         for message in self.messages.values():
@@ -280,7 +280,7 @@ class Conversation:
     # ---- saving ----------------------------------------------------------------------------------
 
     def changes(self) -> Changes | None:
-        """What to save; None if nothing changed since the last save, or there is no message yet."""
+        """Return what to save; None if nothing changed since the last save, or there is no message yet."""
         changes = Changes(
             id=self.id,
             created=self.created,
@@ -295,7 +295,7 @@ class Conversation:
         return changes if is_header_due or changes.changed or changes.removed else None
 
     def mark_saved(self, changes: Changes) -> None:
-        """Note that ``changes`` are on disk; later ones are not."""
+        """Record that ``changes`` are on disk; later ones are not."""
         self._saved_header, self._saved = changes.header, dict(changes.messages)
 
     def _put(self, message: Message) -> None:
@@ -305,12 +305,12 @@ class Conversation:
         self.messages[message.id] = message
 
     def _whole(self) -> tuple[Turn, ...]:
-        """The system prompt and the turns of the path."""
+        """Return the system prompt and the turns of the path."""
         return (*((Turn("system", self.system),) if self.system else ()), *self.turns)
 
     @property
     def _id_of_kept(self) -> str:
-        """The id under which the engine keeps K/V; "" for a conversation that leaves nothing on disk."""
+        """The id under which the engine stores K/V; "" for a conversation that leaves nothing on disk."""
         return self.id if self.is_kept else ""
 
     def _ends_with(self, role: str) -> bool:
@@ -318,25 +318,25 @@ class Conversation:
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text as a title on one line."""
+    """Return the beginning of a text as a title on one line."""
     line = " ".join(text.split())
     return line if len(line) <= TITLE_CHARACTERS else f"{line[: TITLE_CHARACTERS - 1].rstrip()}…"
 
 
 def marks(changes: Sequence[ModeChange]) -> list[str]:
-    """The mark of each switch, numbered if there are several."""
+    """Return the mark of each switch, numbered if there are several."""
     return [MARK + (str(number).translate(DIGITS) if len(changes) > 1 else "") for number in range(1, len(changes) + 1)]
 
 
 def notes(changes: Sequence[ModeChange]) -> list[str]:
-    """The line about each switch, after its mark."""
+    """Return the line about each switch, after its mark."""
     return [f"{mark} {change.line}" for mark, change in zip(marks(changes), changes, strict=True)]
 
 
 def with_marks(text: str, changes: Sequence[ModeChange], is_over: bool) -> str:
-    """``text`` with a mark after the word at each switch inside it, never in code.
+    """Return ``text`` with a mark after the word at each switch inside it, but never in code.
 
-    Until the answer ``is_over`` a mark appears only at the end of its word, so that drawn text never changes.
+    Until the answer ``is_over``, a mark appears only at the end of its word, so that text on screen never changes.
     """
     searched, length = f"{text}\n" if is_over else text, len(text)
     for mark, change in reversed([*zip(marks(changes), changes, strict=True)]):
@@ -347,7 +347,7 @@ def with_marks(text: str, changes: Sequence[ModeChange], is_over: bool) -> str:
 
 
 def _word_end(text: str, place: int) -> int | None:
-    """The end of the word at ``place`` or of the next word, outside of code; None if there is none yet."""
+    """Return the end of the word at ``place`` or of the next word, outside of code; None if there is none yet."""
     outside = _code_end(text, place)
     while outside is not None:
         words = _WORD_END.finditer(text, max(outside - MOST_PUNCTUATION, 0))
@@ -358,7 +358,7 @@ def _word_end(text: str, place: int) -> int | None:
 
 
 def _code_end(text: str, place: int) -> int | None:
-    """The end of the fenced code around ``place``; ``place`` if it is outside of code, None if the code is open."""
+    """Return the end of the fenced code around ``place``, ``place`` outside of code, or None if the code is open."""
     opened = ""
     for fence in _FENCE.finditer(text):
         if not opened:
@@ -373,7 +373,7 @@ def _code_end(text: str, place: int) -> int | None:
 
 
 def read_stats(values: object) -> Stats | None:
-    """Stats from JSON; unknown figures of another version are dropped, and all if one has another type."""
+    """Parse stats from JSON; drop unknown figures of another version, and all if one has another type."""
     try:
         return _STATS.validate_python(values)
     except ValueError:
@@ -381,7 +381,7 @@ def read_stats(values: object) -> Stats | None:
 
 
 def in_words(params: Params) -> list[str]:
-    """``window 64``; of a mode's parameters inside those of auto, ``speculative window 64``."""
+    """Return parameters as text: ``window 64``, or inside those of auto ``speculative window 64``."""
     found = list[str]()
     for name, value in params.items():
         values = value if isinstance(value, Mapping) else {"": value}

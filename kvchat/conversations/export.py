@@ -22,27 +22,27 @@ from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
-NAME_CHARACTERS = 60  # of a file named by a title: up to four bytes each, and a name may have 255
+NAME_CHARACTERS = 60  # of a file named by a title: they take up to four bytes each, and a name may have 255
 MAX_BYTES = 64 * 2**20  # of an imported file
 MARKDOWN = ".md"
 
 
 def provenance(conversation: Conversation) -> str:
-    """When the conversation began, the models that answered on its path, and its mode with the given parameters."""
+    """Return when the conversation began, the models that answered on its path, and its mode with parameters."""
     models = dict.fromkeys(message.model for message in conversation.path if message.model)
     mode = ", ".join((f"{conversation.mode} mode", *in_words(conversation.params))) if conversation.mode else ""
     return " · ".join(filter(None, (_moment(conversation.created), ", ".join(models), mode)))
 
 
 def _moment(seconds: float) -> str:
-    """Seconds since the epoch as local time, ``2026-11-26 09:24``; empty where an imported file has no valid date."""
+    """Format seconds since the epoch as local time, ``2026-11-26 09:24``; "" for an invalid date."""
     with suppress(OverflowError, ValueError, OSError):
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
     return ""
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """The path as Markdown: its provenance, each message under a heading, and each answer's cost below it."""
+    """Return the path as Markdown: its provenance, each message under a heading, and each answer's cost below it."""
     parts = [f"# {conversation.title}", _italic(provenance(conversation))]
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
@@ -85,7 +85,7 @@ def to_json(conversation: Conversation) -> str:
 
 
 def destination(conversation: Conversation, given: str) -> Path:
-    """The file that a person means by ``given``: a path, a folder, or nothing for the current folder.
+    """Return the file that the user means by ``given``: a path, a folder, or "" for the current folder.
 
     In a folder, or if only a format is given (``json``, ``.json``), the conversation's title names the file, with a
     number if that name is taken. A name without an ending gets Markdown's.
@@ -104,7 +104,7 @@ def destination(conversation: Conversation, given: str) -> Path:
 
 
 def _file_name(title: str) -> str:
-    """A title as a file name that any system accepts, without an ending."""
+    """Return a title as a file name that any system accepts, without an ending."""
     plain = re.sub(r'[\x00-\x1f\x7f/\\:*?"<>|]+', " ", title)
     return " ".join(plain.split())[:NAME_CHARACTERS].strip(" .") or "conversation"
 
@@ -113,7 +113,7 @@ def write(conversation: Conversation, path: Path) -> None:
     """Write a conversation to a new file, in the format of its ending.
 
     Raises:
-        UsageError: the ending names no format, as ``write_new``, or the conversation is empty.
+        UsageError: the ending names no format, the conversation is empty, or the same as ``write_new``.
     """
     check_ending(path, FORMATS)
     if not conversation.path:
@@ -150,7 +150,7 @@ def read(path: Path) -> Conversation:
 
 
 def from_json(data: bytes, name: str) -> Conversation:
-    """Read what ``to_json`` wrote, with new ids; errors name the file ``name``.
+    """Read the output of ``to_json``, with new ids; errors call the file ``name``.
 
     Raises:
         UsageError: it has another format, or its messages are not a tree of alternating questions and answers.

@@ -1,8 +1,8 @@
 """The database of conversations: one SQLite file that several applications may use at once.
 
-It is in WAL mode: saved messages survive the end of the process at any moment. ``user_version`` counts the migrations.
+It uses WAL mode, so saved messages survive if the process ends at any moment. ``user_version`` counts the migrations.
 Deleted conversations can be restored for ``RESTORABLE_S``. The engine writes files with K/V to a folder next to it;
-deleting a conversation renames its file. K/V that are missing are computed again, so errors with them are ignored.
+deleting a conversation renames its file. Missing K/V are recomputed, so errors with these files are ignored.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvchat.conversations.conversation import (
 )
 from kvchat.errors import KvchatError, UsageError
 
-BUSY_S = 2.0  # waited for another application's write
+BUSY_S = 2.0  # the longest wait for another application's write
 LOCKED, FULL = "locked", "is full"  # in SQLite's messages
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
-MARK = ("\ue000", "\ue001")  # around the words found in an excerpt; from Unicode's private use area
+MARK = ("\ue000", "\ue001")  # around the words found in an excerpt; private-use characters
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
 MUTABLE = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
 _SUMMARY = (
@@ -54,14 +54,14 @@ _SCAN = (
     " FROM message JOIN conversation AS c ON c.id = message.conversation WHERE c.deleted IS NULL"
 )
 _HAS = "instr(lower(message.text), lower(?))"
-# Scripts without spaces between words, and Korean, whose words have endings: the index sees a run of these as one word.
+# Scripts without spaces between words, and Korean, whose words have endings: the index sees a run of them as one word.
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1980-\u19ff\u1a20-\u1aaf\u2e80-\u31ff\u3400-\u9fff\ua980-\ua9ff"
     "\uaa60-\uaaff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
 )
-LONGEST_EXCERPT = 2000  # characters: a word of the index may be as long as a message
+LONGEST_EXCERPT = 2000  # characters, because a word of the index may be as long as a message
 EXCERPT = (40, 100)  # characters before and after the first word found
-# ``parent`` is no foreign key, so that an answer can be saved even if another application withdrew its question.
+# ``parent`` is not a foreign key, so that an answer can be saved even if another application withdrew its question.
 # ``row`` joins the full-text index, which stores no text of its own.
 MIGRATIONS = (
     (
@@ -107,13 +107,13 @@ MIGRATIONS = (
         "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
     ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",),
-    ("UPDATE message SET switch_lines = '[]' WHERE switch_lines LIKE '[[%'",),  # from when each was a list
+    ("UPDATE message SET switch_lines = '[]' WHERE switch_lines LIKE '[[%'",),  # in old versions each was a list
 )
 ASIDE = ".deleted"
 
 
 class StoreError(KvchatError):
-    """The conversations cannot be read or written; ``is_passing``: while another program writes or the disk is full."""
+    """The conversations cannot be read or written; ``is_passing`` if another program writes or the disk is full."""
 
     is_passing = False
 
@@ -131,7 +131,7 @@ class Summary:
 
 
 class ConversationStore:
-    """``path`` None keeps everything in memory. Only one thread may use it at a time.
+    """Stores conversations at ``path``, or in memory if it is None. Only one thread may use it at a time.
 
     Every method raises StoreError if the database cannot be used.
     """
@@ -150,7 +150,7 @@ class ConversationStore:
         if path:
             known = {file for id in ids for pair in self._saved_kv(id) for file in pair}
             for file in (path.parent / paths.SAVED_KV_FOLDER).glob(f"*{paths.SAVED_KV}*"):
-                if file not in known:  # of a conversation deleted for good, or whose only question was withdrawn
+                if file not in known:  # the conversation was deleted for good, or its only question was withdrawn
                     with suppress(OSError):
                         file.unlink()
 
@@ -160,11 +160,11 @@ class ConversationStore:
     # ---- one conversation ------------------------------------------------------------------------
 
     def save(self, changes: Changes) -> None:
-        """Write the changes, and messages above them that are no longer stored, in one transaction.
+        """Write the changes, and the messages above them that are no longer stored, in one transaction.
 
-        Another application may have written meanwhile. Its changes to anything else stay; a question that it answered
-        is not deleted; if both changed a text, its version is kept as a sibling. A conversation whose only question was
-        withdrawn is deleted.
+        Another application may have written in the meantime. Its changes to anything else stay, a question that it
+        answered is not deleted, and if both changed a text, its version is kept as a sibling. A conversation whose only
+        question was withdrawn is deleted.
         """
         with self._errors("written"), self._db:  # rolls back on an error
             self._db.execute("BEGIN IMMEDIATE")
@@ -201,7 +201,7 @@ class ConversationStore:
         return conversation
 
     def _read(self, id: str) -> Conversation:
-        """The conversation, not yet marked as saved."""
+        """Return the conversation, not yet marked as saved."""
         with self._errors("read"):
             header = self._db.execute(
                 "SELECT id, title, system, created, leaf, mode, params FROM conversation"
@@ -219,12 +219,12 @@ class ConversationStore:
                 conversation = Conversation(messages=map(_message, rows), **values)
             except (ValueError, TypeError):
                 raise sqlite3.DatabaseError("a record in it is malformed") from None
-        if conversation.leaf is None and conversation.messages:  # its first question was undone, or its leaf withdrawn
+        if conversation.leaf is None and conversation.messages:  # its first question or its leaf was withdrawn
             conversation.go_to([*conversation.messages][-1])
         return conversation
 
     def rename(self, id: str, title: str) -> None:
-        """Change a conversation's title; its place in the order stays."""
+        """Change a conversation's title; its position in lists stays."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET title = ? WHERE id = ?", (_storable(shorten(title)), id))
 
@@ -251,15 +251,15 @@ class ConversationStore:
         return next(iter(self.recent(limit=1)), None)
 
     def recent(self, limit: int = LISTED) -> list[Summary]:
-        """The conversations, the last changed first."""
+        """Return the conversations, most recently changed first."""
         with self._errors("read"):
             rows = self._db.execute(f"{_SUMMARY} WHERE c.deleted IS NULL ORDER BY c.updated DESC LIMIT ?", (limit,))
             return [Summary(**dict(row)) for row in rows]
 
     def search(self, text: str, limit: int = LISTED) -> list[Summary]:
-        """The conversations whose title contains ``text`` or that have a message with all its words, the last a prefix.
+        """Return conversations whose title contains ``text``, or with a message that has all its words, in any case.
 
-        Case does not matter. Signs, and words of scripts that the index does not split, match anywhere in a message.
+        The last word may be a prefix. Signs, and words that the index does not split, match anywhere in a message.
         """
         words = text.replace("\0", " ").split()  # SQLite ends a query at NUL
         if not words:
@@ -272,7 +272,7 @@ class ConversationStore:
             )
             found = {row["id"]: Summary(**dict(row)) for row in titled}
             matches = self._matches([_storable(word) for word in words])
-            for row in matches:  # the best first; several messages of a conversation may match
+            for row in matches:  # best first; several messages of a conversation may match
                 if len(found) >= limit:
                     break
                 if (summary := found.get(row["id"])) is None:
@@ -284,13 +284,13 @@ class ConversationStore:
         return list(found.values())
 
     def _saved_kv(self, id: str) -> Iterator[tuple[Path, Path]]:
-        """The file of a conversation's K/V, and its name while the conversation is deleted; none without a ``path``."""
+        """Yield the file of a conversation's K/V and its name while deleted; nothing without a ``path``."""
         if self.path:
             kv = paths.saved_kv(self.path.parent / paths.SAVED_KV_FOLDER, id)
             yield kv, kv.with_name(kv.name + ASIDE)
 
     def _save_header(self, changes: Changes) -> bool:
-        """Write the changes of the header; True if the conversation was not on disk, perhaps no longer."""
+        """Write the changes of the header; True if the conversation was not stored, or no longer."""
         header = _columns(changes.header)
         found = self._db.execute("SELECT 1 FROM conversation WHERE id = ?", (changes.id,)).fetchone()
         saved = _columns(changes.saved_header) if found and changes.saved_header else {}
@@ -303,7 +303,7 @@ class ConversationStore:
         return found is None
 
     def _update(self, message: Message, saved: Message | None) -> None:
-        """Write what differs from ``saved``; another application's version of the text becomes a sibling."""
+        """Write the fields that differ from ``saved``; another application's version of the text becomes a sibling."""
         values, before = _values(message), _values(saved) if saved else {}
         due = {name: values[name] for name in MUTABLE if name not in before or before[name] != values[name]}
         if saved and "text" in due:
@@ -327,7 +327,7 @@ class ConversationStore:
         self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values.values(), id))
 
     def _matches(self, words: list[str]) -> sqlite3.Cursor:
-        """The messages with all the words, the best first; the newest first if the index has none of the words."""
+        """Return messages with all the words, best first; newest first if the index has none of the words."""
         anywhere = [word for word in words if _is_unindexed(word)]
         forms = [sorted({normalize(form, word) for form in ("NFC", "NFD")}) for word in anywhere]
         has_all = "".join(f" AND ({' OR '.join([_HAS] * len(each))})" for each in forms)
@@ -380,7 +380,7 @@ def _migrate(db: sqlite3.Connection) -> None:
     if _version(db) == len(MIGRATIONS):
         return
     db.execute("BEGIN IMMEDIATE")
-    done = _version(db)  # another application may have been first
+    done = _version(db)  # another application may have migrated it first
     if done > len(MIGRATIONS):
         raise sqlite3.DatabaseError(f"it has version {done}, made by a newer kvchat")
     for statements in MIGRATIONS[done:]:
@@ -397,7 +397,7 @@ def _version(db: sqlite3.Connection) -> int:
 def _reason(error: sqlite3.Error | OSError) -> str:
     if isinstance(error, OSError):
         return "the disk is full" if error.errno in files.FULL else error.strerror or str(error)
-    # For the file that all who have the database open share SQLite says that the disk fails; ours have no name.
+    # SQLite reports an I/O error if its shared-memory file cannot grow. Errors that kvchat raises have no error name.
     is_full = getattr(error, "sqlite_errorname", "") == "SQLITE_IOERR_SHMSIZE"
     return "the disk is full" if is_full else str(error)
 
@@ -417,7 +417,7 @@ def _hint(reason: str) -> str:
 
 
 def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
-    """The ids of the messages ``ids`` and the leaf, and of those above them."""
+    """Return the ids of the messages ``ids`` and of the leaf, and of all messages above them."""
     above: set[str] = set()
     for id in (*ids, changes.header.leaf):
         message = changes.messages.get(id or "")
@@ -445,23 +445,23 @@ def _message(row: sqlite3.Row) -> Message:
 
 
 def _storable(value: Any) -> Any:
-    """The value with ``?`` in place of lone surrogates, which UTF-8 cannot encode."""
+    """Replace lone surrogates by ``?``, because UTF-8 cannot encode them."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def folded(text: str) -> str:
-    """A text for comparing regardless of case and of how its accents are encoded."""
+    """Normalize a text for comparing without regard to case and the encoding of accents."""
     return normalize("NFC", normalize("NFC", text).casefold())
 
 
 def _is_unindexed(word: str) -> bool:
-    """True if the index does not have it as a word: signs are not indexed, and combining marks split words."""
+    """True if the index does not contain it as a word: signs are not indexed, and combining marks split words."""
     composed, is_sign = normalize("NFC", word), not any(map(str.isalnum, word))
     return is_sign or bool(_UNSPACED.search(composed)) or any(category(one)[0] == "M" for one in composed)
 
 
 def _match(words: list[str], is_last_prefix: bool) -> str:
-    """An FTS5 query for every word, in any case and Unicode form; with ``is_last_prefix`` the last one may go on."""
+    """Return an FTS5 query for every word, in any case and Unicode form; the last may be a prefix."""
     queries = []
     for number, word in enumerate(words, 1):
         end = "*" if is_last_prefix and number == len(words) else ""
@@ -474,7 +474,7 @@ def _match(words: list[str], is_last_prefix: bool) -> str:
 
 
 def _excerpt(text: str, words: list[str]) -> str:
-    """The text around the first word found, with all words found between ``MARK``."""
+    """Return the text around the first word found, with all words found between ``MARK``."""
     forms = {normalize(form, word) for word in words for form in ("NFC", "NFD")}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
     found = pattern.search(text)

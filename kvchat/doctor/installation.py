@@ -1,4 +1,4 @@
-"""Checks of ``kvchat doctor``: whether kvchat's own files can be read, and Python's libraries imported."""
+"""Checks of ``kvchat doctor``: whether kvchat's own files can be read and Python's libraries imported."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvchat.libraries import import_bitsandbytes
 from kvchat.units import MISSING, size
 
 LITTLE_DISK = 2**30
-MAX_HEADER_BYTES = 2**24  # a pointer of Git LFS in the weights' place claims exabytes
+MAX_HEADER_BYTES = 2**24  # a Git LFS pointer in place of the weights would claim exabytes
 
 
 def checks(device: str) -> Iterator[Check]:
-    """All checks of kvchat's own files but the settings; ``device`` is the one in the settings."""
+    """Run all checks of kvchat's own files except the settings; ``device`` is the one in the settings."""
     yield guarded("environment", environment)
     yield guarded("profiles", lambda: active_profiles(device))
     yield guarded("bundled model", bundled_model)
@@ -33,7 +33,7 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def settings() -> tuple[Check, str]:
-    """The settings file, and the device in the settings ("auto" if they are wrong)."""
+    """Check the settings file; also return the device in the settings ("auto" if they are wrong)."""
     file = paths.config_file()
     where = f"{file}{'' if file.exists() else ' (does not exist; defaults apply)'}"
     try:
@@ -52,7 +52,7 @@ def environment() -> Check:
 
 
 def active_profiles(device: str) -> Check:
-    """The profiles that match the device in the settings, and what is wrong with the user's."""
+    """List the profiles that match the device in the settings, and problems of the user's profiles."""
     found = profiles.find(device)
     if found.problems:
         return Check("profiles", "warning", found.describe(), "\n".join(found.problems))
@@ -60,7 +60,7 @@ def active_profiles(device: str) -> Check:
 
 
 def bundled_model() -> Check:
-    """The model that comes with kvchat: its configuration and the header of its weights."""
+    """Check the bundled model's configuration and the header of its weights."""
     folder = paths.bundled_model_dir()
     try:
         json.loads((folder / "config.json").read_text("utf-8"))
@@ -73,14 +73,14 @@ def bundled_model() -> Check:
 
 
 def kv_modes() -> Check:
-    """The KV modes, including those that other packages install."""
+    """Check the KV modes, including those of other packages."""
     if modes.problems():
         return Check("modes", "warning", " ".join(modes.problems()), "Repair or remove the package.")
     return Check("modes", "ok", ", ".join(modes.mode_names()))
 
 
 def data_folder() -> Check:
-    """The folder of logs, calibrations and models: free space and write access."""
+    """Check free space and write access in the folder of logs, calibrations and models."""
     folder = paths.data_dir()
     existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
     free = shutil.disk_usage(existing).free
@@ -93,7 +93,7 @@ def data_folder() -> Check:
 
 
 def library_checks(device: str) -> Iterator[Check]:
-    """Python and every library; ``device`` is the one in the settings: only a GPU needs Triton."""
+    """Check Python and every library; ``device`` is the one in the settings, because only a GPU needs Triton."""
     yield guarded("kvchat", lambda: Check("kvchat", "ok", paths.with_commit(metadata.version("kvchat"))))
     yield Check("Python", "ok", platform.python_version())
     yield guarded("torch", partial(library, "torch"))
@@ -115,12 +115,12 @@ def sees_gpu(torch: Any) -> bool:
     """True if ``torch``, the module or None, sees a GPU."""
     try:
         return bool(torch.cuda.is_available())
-    except Exception:  # noqa: BLE001  # no torch, or a driver that it does not understand
+    except Exception:  # noqa: BLE001  # no torch, or a driver that it does not support
         return False
 
 
 def library(name: str) -> Check:
-    """A library that kvchat needs: whether it can be imported, in a version kvchat was tested with."""
+    """Check that a library can be imported, in a version that kvchat was tested with."""
     try:
         module = import_module(name)
     except Exception as error:  # noqa: BLE001  # a broken installation raises anything
@@ -138,7 +138,7 @@ def library(name: str) -> Check:
 
 
 def triton(cuda: bool) -> Check:
-    """The compiler of the kernels, which calls a C compiler."""
+    """Check Triton, the compiler of the kernels, and the C compiler that it calls."""
     try:
         version = import_module("triton").__version__
     except ImportError:
@@ -168,7 +168,7 @@ def bitsandbytes() -> Check:
 
 
 def _specifier(name: str) -> Any:
-    """The versions of a library that kvchat's metadata requires; None if it requires none."""
+    """Return the versions of a library that kvchat's metadata requires, or None."""
     from packaging.requirements import Requirement
 
     try:
@@ -192,6 +192,6 @@ def guarded(name: str, read: Callable[[], Check]) -> Check:
     """Return the check, or a warning if it raises."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001  # whatever a library or a driver raises, the report goes on
+    except Exception as error:  # noqa: BLE001  # the report must continue whatever a library or driver raises
         lines = str(error).splitlines() or [""]
         return Check(name, "warning", MISSING, f"This check failed: {type(error).__name__}: {lines[0]}")

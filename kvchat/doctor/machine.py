@@ -20,7 +20,7 @@ from kvchat.units import MISSING, count, figure, size
 
 SYS = Path("/sys")
 SMALLEST = (40, 12)  # columns and lines the chat needs
-LITTLE_MEMORY = 2 * 2**30  # a small model's weights and some thousand tokens
+LITTLE_MEMORY = 2 * 2**30  # a small model's weights and a few thousand tokens
 TRIAL_BYTES = 256 * 2**20
 PINNED_ADVICE = (
     "It works, but recall goes through the CPU, and steps run without a CUDA graph. In a container: --ulimit memlock=-1"
@@ -29,7 +29,7 @@ PINNED_ADVICE = (
 
 
 def checks(threads: int | None) -> Iterator[Check]:
-    """All checks of the host; ``threads`` is the number torch uses."""
+    """Run all checks of the host; ``threads`` is the number that torch uses."""
     yield guarded("processors", lambda: processors(threads))
     yield guarded("RAM", host_memory)
     yield guarded("container", container)
@@ -40,7 +40,7 @@ def checks(threads: int | None) -> Iterator[Check]:
 
 
 def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
-    """The processors this process may use, how many of them the container grants, and torch's threads."""
+    """Check the processors that this process may use, the container's limit, and torch's threads."""
     usable, present = len(usable_processors()), os.cpu_count() or 0
     share = processor_share(cgroups)
     found = f"{usable} of {present}, torch uses {count(threads, 'thread')}"
@@ -52,7 +52,7 @@ def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
 
 
 def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
-    """Free RAM, which holds the host pool."""
+    """Check free RAM, which holds the host pool."""
     free = available.host_free(proc, cgroups)
     found = f"{size(free)} free"
     if free < LITTLE_MEMORY:
@@ -71,7 +71,7 @@ def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
 
 
 def wsl(proc: Path = available.PROC) -> Check:
-    """The Windows Subsystem for Linux, whose driver pins less memory."""
+    """Detect the Windows Subsystem for Linux, whose driver can pin less memory."""
     release = system_text(proc / "sys" / "kernel" / "osrelease")
     if "microsoft" not in release.lower():
         return Check("WSL", "ok", "no")
@@ -80,7 +80,7 @@ def wsl(proc: Path = available.PROC) -> Check:
 
 
 def numa(bus: str, sysfs: Path = SYS) -> Check:
-    """The NUMA node of the GPU at PCI address ``bus``, and whether this process runs on processors of that node."""
+    """Check whether this process runs on processors of the NUMA node of the GPU at PCI address ``bus``."""
     # NVML writes the domain with eight digits, the kernel with four.
     domain, _, rest = bus.lower().partition(":")
     near = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
@@ -95,7 +95,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
 
 
 def terminal() -> Check:
-    """Colors, size and characters of the terminal."""
+    """Check colors, size and characters of the terminal."""
     if not sys.stdout.isatty():
         return Check("terminal", "ok", "none: the output goes to a file or a pipe")
     columns, lines = shutil.get_terminal_size()
@@ -111,7 +111,7 @@ def terminal() -> Check:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """``0-3,8`` -> 0, 1, 2, 3, 8."""
+    """Parse a list of ranges: ``0-3,8`` -> 0, 1, 2, 3, 8."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -120,7 +120,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def gpu_checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
-    """All checks of the GPU; ``device`` is the one in the settings."""
+    """Run all checks of the GPUs; ``device`` is the one in the settings."""
     infos = [reader.info() for reader in nvml.all_gpus()]
     yield guarded("driver", lambda: driver(nvml.driver_version(), len(infos), torch))
     for info in infos:
@@ -148,7 +148,7 @@ def driver(version: str | None, gpus: int, torch: Any) -> Check:
 
 
 def gpu(info: GpuInfo) -> Check:
-    """One GPU: memory, compute capability, PCIe link now and at best."""
+    """Describe one GPU: memory, compute capability, current and best PCIe link."""
     capability = info.compute_capability
     version = "{}.{}".format(*capability) if capability else MISSING
     if capability and capability < (8, 0):
@@ -181,7 +181,7 @@ def chosen_device(device: str, torch: Any) -> Check:
 
 
 def several(torch: Any) -> Check:
-    """The number of GPUs to split a model over, and how the first exchanges data with each of the others."""
+    """Report how many GPUs a model can be split over, and how the first exchanges data with the others."""
     count = torch.cuda.device_count()
     direct = {f"cuda:{n}": bool(torch.cuda.can_device_access_peer(0, n)) for n in range(1, count)}
     routes = [f"{'directly' if direct[each] else 'through RAM'} with {each}" for each in direct]
@@ -193,7 +193,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     """Pin ``TRIAL_BYTES`` of RAM as the host pool does, and release them."""
     if not cuda:
         return Check("pinning", "ok", "not needed on a CPU")
-    from kvchat.kv.memory import available, pinned  # they import torch
+    from kvchat.kv.memory import available, pinned  # imports torch
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
         advice = f"Less than {size(TRIAL_BYTES)} of RAM is free, too little to test pinning."
@@ -212,7 +212,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
-    """How tokens are decoded, and what keeps them from the fastest way."""
+    """Report how tokens are decoded, and what prevents the fastest way."""
     name = "decode steps"
     if not cuda:
         return Check(name, "ok", "on the CPU")
@@ -224,7 +224,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
 
 
 def _link(link: PcieLink) -> str:
-    """``gen 4 x16``"""
+    """Format a link: ``gen 4 x16``."""
     if link.generation is None or link.width is None:
         return MISSING
     return f"gen {link.generation} x{link.width}"

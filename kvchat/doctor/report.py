@@ -1,4 +1,4 @@
-"""``kvchat doctor``: prints what it finds on this machine, what is wrong, and what to do about it."""
+"""``kvchat doctor``: prints what it finds on this machine, problems, and how to fix them."""
 
 from __future__ import annotations
 

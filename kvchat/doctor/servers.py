@@ -1,4 +1,4 @@
-"""Commands that ``kvchat doctor`` proposes to start a model server, with options for K/V that suit this machine.
+"""Commands that ``kvchat doctor`` suggests to start a model server, with K/V options that suit this machine.
 
 Options and their units are those of llama.cpp of October 2026, vLLM 0.32 and SGLang 0.5.23 by their own documentation.
 """
@@ -14,7 +14,7 @@ from kvchat.doctor.installation import Check
 from kvchat.kv.memory import available
 from kvchat.nvml import GpuInfo
 
-SHARE = 4  # one part in so many of free RAM is for K/V; the weights may need RAM too
+SHARE = 4  # K/V get 1 / SHARE of free RAM; the weights may need RAM too
 FP8 = (8, 9)  # the first compute capability with FP8 arithmetic
 LEAST_RATIO = 1.1  # SGLang's K/V need more room in RAM than on the GPUs
 
@@ -28,7 +28,7 @@ def checks() -> Iterator[Check]:
 
 
 def commands(gpus: Sequence[GpuInfo], free: int) -> dict[str, str]:
-    """A command for each server, with all ``gpus`` and ``free`` bytes of free RAM; empty if it needs a GPU."""
+    """Return a command for each server, for ``gpus`` and ``free`` bytes of free RAM; "" if it needs a GPU."""
     room, count = free // SHARE, len(gpus)
     llama = f"llama-server -m FILE.gguf -ctk q8_0 -ctv q8_0 --cache-ram {room // 2**20} --metrics"
     if not gpus:

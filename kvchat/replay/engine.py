@@ -1,7 +1,7 @@
 """The replaying engine: ``python -m kvchat.replay.engine FILE`` sends a recording's events at their times.
 
-To the application it is an engine like any other, a child that speaks the protocol on stdin and stdout, but it needs no
-model, torch or GPU. ``Pace`` changes its speed; commands that need a model are refused.
+To the application it looks like any engine, a child process that speaks the protocol on stdin and stdout, but it needs
+no model, torch or GPU. ``Pace`` changes its speed; commands that need a model are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alo
 
 
 class Player:
-    """Plays entries to ``events``; ``read`` takes commands, on a thread of its own."""
+    """Plays entries to ``events``; ``read`` takes commands on its own thread."""
 
     def __init__(self, entries: Sequence[Entry], events: BinaryIO) -> None:
         self._entries = entries
@@ -51,7 +51,7 @@ class Player:
             self._changed.wait_for(lambda: self._closed)
 
     def read(self, commands: BinaryIO) -> None:
-        """Obey commands until the application closes."""
+        """Execute commands until the application closes."""
         with suppress(ValueError, OSError):
             while (body := wire.read(commands)) is not None:
                 self._do(wire.decode_command(body))
@@ -74,7 +74,7 @@ class Player:
             case messages.Plan(load):
                 self._send(Planned(load.model, None, " ".join(REFUSAL)))
             case messages.Watch(True):
-                self._send(self._details)  # the application waits for some, and the recording may have no more
+                self._send(self._details)  # the application waits for details, and the recording may have no more
 
     def _note(self, event: messages.Event) -> None:
         match event:
@@ -86,7 +86,7 @@ class Player:
                 self._details = event
 
     def _wait(self, seconds: float) -> None:
-        """Wait for so many seconds of the recording, at the current speed."""
+        """Wait for ``seconds`` of the recording, at the current speed."""
         with self._changed:
             while seconds > 0 and not self._closed:
                 began, speed = time.monotonic(), self._speed

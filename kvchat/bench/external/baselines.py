@@ -1,7 +1,7 @@
 """Baselines: transformers' own caches and llama.cpp, decoding after the same context as kvchat's modes.
 
 llama.cpp reads the model's GGUF file, or a GGUF copy of its weights, and decodes in another process with its own
-defaults: K/V in float16, and attention as it chooses.
+defaults: K/V in float16, and its own choice of attention.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
-    """``model`` with its weights in memory as transformers has it: on a CPU a copy, because kvchat uses huge pages."""
+    """Return ``model`` with weights in memory as in transformers: on a CPU a copy, because kvchat uses huge pages."""
     return model if model.device.type != "cpu" else replace(model, model=copy.deepcopy(model.model))
 
 
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
-    """Inside the context ``model`` runs transformers' own code with sdpa attention, except for packed weights."""
+    """Run transformers' own code with sdpa attention inside the context, except for packed weights."""
     # Only kvchat's forward can multiply by packed weights, or look up rows in them.
     ours = [
         module
@@ -54,7 +54,7 @@ def as_written(model: Any) -> Iterator[None]:
     swapped = {module: module.__dict__.pop("forward") for module in ours}
     model.set_attn_implementation("sdpa")
     try:
-        # Not inference_mode: a captured graph writes to tensors made outside it.
+        # Not inference_mode, because a captured graph writes to tensors made outside of it.
         with torch.no_grad():
             yield
     finally:
@@ -64,7 +64,7 @@ def as_written(model: Any) -> Iterator[None]:
 
 
 class Baseline:
-    """Base: decodes step by step with a cache of its own; ``prepare_s`` is the time of the first reset in seconds."""
+    """Base class: decodes step by step with its own cache; ``prepare_s`` is the time of the first reset in seconds."""
 
     name = ""
 
@@ -125,7 +125,7 @@ class Baseline:
 
 
 class Dynamic(Baseline):
-    """The default cache of ``generate``: every token copies K/V into larger tensors."""
+    """The default cache of ``generate``, which copies K/V into larger tensors for every token."""
 
     name = "dynamic"
     offloading = False
@@ -139,7 +139,7 @@ class Dynamic(Baseline):
 
 
 class Offloaded(Dynamic):
-    """The offloaded cache: one layer on the device, the next one prefetched."""
+    """The offloaded cache: one layer is on the device, and the next one is prefetched."""
 
     name = "offloaded"
     offloading = True
@@ -208,7 +208,7 @@ class Static(Baseline):
 
 
 class Generate(Baseline):
-    """transformers' ``generate``, by the intervals between its tokens, which it chooses itself after a prefill."""
+    """transformers' ``generate``, timed by the intervals between its tokens, which it chooses itself."""
 
     name = "generate"
 
@@ -220,13 +220,13 @@ class Generate(Baseline):
 
 
 def between(stamps: Sequence[float]) -> Timing:
-    """The time per token, from the seconds at which each came."""
+    """Return the time per token from the seconds at which tokens arrived."""
     intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
     return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
 
 class LlamaCpp:
-    """A variant of the decode benchmark, with as many threads as torch has."""
+    """llama.cpp as a variant of the decode benchmark, with as many threads as torch."""
 
     name = "llama.cpp"
 
@@ -242,7 +242,7 @@ class LlamaCpp:
         if self._process is None:
             refuse_llama_cpp(self.model)
             began = time.perf_counter()
-            with in_gguf(self.model) as file:  # which is needed only until it is loaded
+            with in_gguf(self.model) as file:  # needed only until it is loaded
                 self._process = PeerProcess("xllamacpp", self.name, str(file), self.context, {"warmup": False})
             self._process.decode(self.prompt, 1)  # prefill
             self.prepare_s = time.perf_counter() - began
@@ -268,7 +268,7 @@ def refuse_llama_cpp(model: LoadedModel) -> None:
     """
     if model.device.type != "cpu":
         raise UsageError(
-            "llama.cpp is compared only on a CPU.", "The package has it compiled for CPUs.", "Use --device cpu."
+            "llama.cpp is compared only on a CPU.", "The package is compiled for CPUs.", "Use --device cpu."
         )
     if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
         raise UsageError(
@@ -280,7 +280,7 @@ def refuse_llama_cpp(model: LoadedModel) -> None:
 
 @contextmanager
 def in_gguf(model: LoadedModel) -> Iterator[Path]:
-    """The model's GGUF file, or a copy of its weights as one, which is deleted when the context ends."""
+    """Provide the model's GGUF file, or a copy of its weights as one, which is deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
         if (file := model.gguf) is None:
             write(model, file := Path(folder) / "copy.gguf")
@@ -288,7 +288,7 @@ def in_gguf(model: LoadedModel) -> Iterator[Path]:
 
 
 class PeerProcess:
-    """A program of ``peer_process`` in a process of its own, with as many threads as torch has.
+    """A program of ``peer_process`` in its own process, with as many threads as torch.
 
     Creating it loads the model, in ``loading_s`` seconds without Python's imports.
 
@@ -315,11 +315,11 @@ class PeerProcess:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes in RAM at its peak until now; None if the system does not report it."""
+        """Bytes in RAM at the peak so far; None if the system does not report it."""
         return read_peak(process.PROCESSES / str(self._process.pid))
 
     def decode(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
-        """Decode greedily: when it ``began`` and when each token came (``stamps``), in seconds, and the ``text``."""
+        """Decode greedily; return when it ``began`` and when each token arrived (``stamps``), and the ``text``."""
         assert self._process.stdin is not None
         print(json.dumps({"prompt": list(prompt), "count": count}), file=self._process.stdin, flush=True)
         answer = self._answer()
@@ -399,7 +399,7 @@ def describe(writer: Any, config: Any) -> None:
 
 
 def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
-    """The parameter ``name`` in GGUF's order: GGUF rotates neighbors, transformers the halves of a head."""
+    """Return the parameter ``name`` in GGUF's order: GGUF rotates neighbors, transformers the halves of a head."""
     heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     count = next((heads[part] for part in heads if part in name), None)
     if count is None:
@@ -407,5 +407,5 @@ def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
     return weight.view(count, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# Each is made with a model, the K/V of stored ids, these ids, and the number of tokens to leave room for.
+# Each is constructed with a model, the K/V of stored ids, these ids, and the number of tokens to leave room for.
 BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Offloaded, Generate, LlamaCpp)}

@@ -1,9 +1,9 @@
 """A peer in its own process: ``python -m kvchat.bench.external.peer_process PROGRAM FILE CONTEXT THREADS OPTIONS``.
 
-Loads a model, writes ``{"loading_s": seconds}`` (without Python's imports), then answers each line ``{"prompt": [ids],
-"count": n}`` on its input with a line ``{"began": seconds, "stamps": [seconds], "text": ...}``. If its library refuses,
-it writes ``{"failed": ...}`` and ends. A process of its own, because llama.cpp's threads and torch's together are more
-than there are processors, and OpenMP then lets both sleep at every wait. For llama.cpp it never imports torch.
+It loads a model, writes ``{"loading_s": seconds}`` (without Python's imports), then answers each input line
+``{"prompt": [ids], "count": n}`` with ``{"began": seconds, "stamps": [seconds], "text": ...}``. If its library refuses,
+it writes ``{"failed": ...}`` and ends. It is a separate process because llama.cpp's and torch's threads together exceed
+the processors, and OpenMP then lets both sleep at every wait. For llama.cpp it never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Decoded(NamedTuple):
-    """When each token came, in seconds, and the text if the library gives one."""
+    """When each token arrived, in seconds, and the text if the library returns one."""
 
     stamps: list[float]
     text: str = ""
@@ -29,7 +29,7 @@ Decode = Callable[[list[int], int], Decoded]
 
 
 class _Clock:
-    """A transformers streamer that notes when each token comes."""
+    """A transformers streamer that records when each token arrives."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -42,7 +42,7 @@ class _Clock:
 
 
 def main() -> None:
-    # Only answers go to the caller; what a library prints goes to stderr.
+    # Only answers go to the caller's pipe; library output goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     program, file, context, threads, options = sys.argv[1:]
@@ -120,11 +120,11 @@ def _transformers() -> Callable[..., Decode]:
 
 
 def generate(model: Any, prompt: Any, count: int) -> list[float]:
-    """When each token came that transformers' ``generate`` adds to ``prompt [1, tokens]``, in seconds."""
+    """Return when each of ``count`` tokens arrives from transformers' ``generate`` after ``prompt [1, tokens]``."""
     clock = _Clock()
     chosen = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
     model.generate(prompt, attention_mask=prompt.new_ones(prompt.shape), streamer=clock, **chosen)
-    return clock.times[1:]  # the first is the prompt's echo
+    return clock.times[1:]  # without the echo of the prompt
 
 
 def _kvchat() -> Callable[..., Decode]:
@@ -152,7 +152,7 @@ def _kvchat() -> Callable[..., Decode]:
 
 
 def _stamps(tokens: Iterator[Any], count: int) -> list[float]:
-    """When each of so many tokens came, in seconds."""
+    """Return when each of ``count`` tokens arrives, in seconds."""
     return [time.perf_counter() for _ in itertools.islice(tokens, count)]
 
 

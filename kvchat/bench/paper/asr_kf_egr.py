@@ -100,7 +100,7 @@ def _passkeys(lab: Lab) -> list[Row]:
 
 
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
-    """Whether each case is answered: a passkey in the prompt, ``inside`` decoded tokens of a story, the question."""
+    """Yield whether each case is answered: passkey in the prompt, ``inside`` decoded story tokens, the question."""
     tokenizer = lab.model.tokenizer
     for number in range(lab.settings.cases):
         case = hide(f"0/{number}", lab.settings.prompt_tokens, tokenizer)

@@ -1,7 +1,7 @@
 """All modes at one budget, including those of other papers: facts found, agreement with full and time, in one table.
 
-Two variants are compared question by question and passage by passage; p is the probability that chance alone splits
-them as unevenly.
+Two variants are compared question by question and passage by passage; p is the probability that chance alone would
+split them as unevenly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvchat.models.load import LoadedModel
 FULL, SPECULATIVE = "full", "speculative"
 FREEKV = "speculative:profile=paper"
 DEPTHS = (0.1, 0.5, 0.9)
-ROUNDS = 3  # of times
+ROUNDS = 3  # of timing
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Loaded(ModelChoice):
 
 
 def variants(settings: Any) -> list[str]:
-    """Full, speculative and the modes asked for (default: all, and FreeKV as published), at each budget."""
+    """Return full, speculative and the requested modes (default: all, and FreeKV as published), at each budget."""
     asked = dict.fromkeys((FULL, SPECULATIVE, *(settings.modes or (FREEKV, *registered()))))
     # ``with_budgets`` leaves out RaaS, whose budget counts the answer's tokens only.
     raas = [f"raas:budget={budget}" for budget in _budgets(settings)]
@@ -48,9 +48,9 @@ def _budgets(settings: Any) -> Sequence[int]:
 
 
 def compared(lab: Lab) -> list[Row]:
-    """A row for each variant: facts found, agreement with full on passages, and ms per token, measured in turns.
+    """Return a row for each variant: facts found, agreement with full on passages, and ms per token.
 
-    Times are wall time of the median step, and mean processor time, which other programs hardly change.
+    Times are the wall time of the median step and the mean CPU time, which other programs hardly change.
 
     Raises:
         KvchatError: no mode accepts the model, or a text is too short.
@@ -66,7 +66,7 @@ def compared(lab: Lab) -> list[Row]:
 
 
 def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: Result) -> dict[str, Any]:
-    """A variant's figures, compared with full and with speculative at its budget, and why any were refused."""
+    """Return a variant's figures, compared with full and with speculative at its budget, and why any were refused."""
     answers, passages, timed = (_of(result["rows"], variant) for result in (found, agreed, times))
     budget = split(variant)[1].get("budget", _budgets(settings)[0])
     references = {FULL: FULL, SPECULATIVE: f"{SPECULATIVE}:budget={budget}"}

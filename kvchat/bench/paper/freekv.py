@@ -1,6 +1,6 @@
 """FreeKV (speculative mode): Figure 3a, heads corrected by tau, and the appendix's ablation of the retrieving query.
 
-Also the comparison of all modes.
+It also has the comparison of all modes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _at(settings: Settings, tau: float) -> str:
 
 
 def _similarities(lab: Lab) -> Tensor:
-    """C (cosine of adjacent queries) ``[steps, layers, H_q]`` while full mode generates."""
+    """Return C, the cosine of adjacent queries, ``[steps, layers, H_q]`` while full mode generates."""
     logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     before, found = lab.walk.queries.clone(), []
     for _ in lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0)):
@@ -82,7 +82,7 @@ def _figure_3a(lab: Lab) -> list[Row]:
 
 
 def _corrections(lab: Lab) -> list[Row]:
-    """The share of steps and KV heads with a mean C below tau, without the first layer, which retrieves nothing."""
+    """Tabulate the share of (step, KV head) pairs with a mean C below tau; the first layer retrieves nothing."""
     similar = _similarities(lab)
     grouped = similar.view(*similar.shape[:2], lab.model.kv_heads, -1).mean(-1)[:, 1:]
     shares = {tau: float((grouped < tau).float().mean()) for tau in TAUS}
@@ -91,7 +91,7 @@ def _corrections(lab: Lab) -> list[Row]:
 
 
 def _accuracy(lab: Lab) -> list[Row]:
-    """Agreement with full from never correcting to always."""
+    """Measure agreement with full, from never correcting to always correcting."""
     decoded = forced(lab)
     taus = {f"tau {tau:g}": tau for tau in ACCURACY_TAUS}
     return lab.each(taus, lambda label: row(label, agreement(decoded, parsed(_at(lab.settings, taus[label])))))

@@ -1,6 +1,6 @@
 """Lazy Pruning, Slack and Max_Drop (streaming mode): Tables 1 to 3, with the cells that the paper leaves empty.
 
-As in the paper, the baseline has no cache: for every token it processes the last C tokens again.
+As in the paper, the baseline has no cache: for every token it recomputes the last C tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT = 16
 SINK = 4
 WARM_UP = 32  # tokens
 BASELINE = "sliding window, recomputed"
-# R, sigma and delta are the paper's toy example, its only values; each ablation turns one mechanism off.
+# R, sigma and delta are from the paper's toy example, its only values; each ablation turns one mechanism off.
 OURS = {
     "StreamingLLM": "R=1,sigma=0,delta=0",
     "Ours (Lazy, Slack, Max_Drop)": "R=32,sigma=16,delta=32",
@@ -37,7 +37,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """``cap`` is the effective context C; the texts are a ``long`` and a ``short`` one, in tokens; after a warm-up."""
+    """``cap`` is the effective context C; ``long`` and ``short`` are text lengths in tokens, after a warm-up."""
 
     cap: int = 256
     long: int = 600
@@ -58,7 +58,7 @@ def _streaming(settings: Settings, params: str) -> str:
 
 
 def _table(lab: Lab, tokens: int, variants: dict[str, str], published: dict[str, float]) -> list[Row]:
-    """Each trial runs every configuration, so that other load on the machine affects all equally."""
+    """Run every configuration in each trial, so that other load on the machine affects all equally."""
     lines: dict[str, str | None] = {BASELINE: None, **variants}
     ids = lab.passage(PROMPT + tokens)
     for params in lines.values():
@@ -119,7 +119,7 @@ def _stepping(lab: Lab, ids: Sequence[int], params: str) -> Callable[[int], Tens
     chosen = parsed(_streaming(lab.settings, params))
 
     def step(end: int) -> Tensor:
-        """The logits after the first ``end`` ids."""
+        """Return the logits after the first ``end`` ids."""
         if end == PROMPT:
             return lab.walk.begin(ids[:PROMPT], chosen, len(ids) - PROMPT)
         return lab.walk.step(ids[end - 1])

@@ -1,4 +1,4 @@
-"""The papers that ``kvchat bench paper`` reproduces, and the sizes given with ``--set``."""
+"""The papers that ``kvchat bench paper`` reproduces, and the sizes set with ``--set``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvchat.errors import UsageError, check_known, did_you_mean
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
 }
-DIGITS = 12  # of a size at most: int() refuses numbers of thousands of digits
+DIGITS = 12  # of a size at most, because int() refuses numbers of thousands of digits
 
 
 def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
@@ -27,11 +27,11 @@ def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
 def chosen(
     paper: str, given: Sequence[str], modes: Sequence[str] = (), budgets: Sequence[int] = ()
 ) -> tuple[Study, Any]:
-    """The study of a paper, and its settings: ``given`` as ``KEY=VALUE``, and the modes and budgets to compare.
+    """Return the study of a paper and its settings: ``given`` as ``KEY=VALUE``, and the modes and budgets to compare.
 
     Raises:
-        UsageError: an unknown paper or key, a value that is not a positive whole number, or modes for a study that
-            compares none.
+        UsageError: the paper or a key is unknown, a value is not a positive whole number, or the study compares no
+            modes.
     """
     check_known(paper, STUDIES, "paper")
     study, settings = STUDIES[paper]

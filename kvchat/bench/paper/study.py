@@ -1,6 +1,6 @@
-"""Shared by the studies of all papers. A part is one table or figure, with published figures next to measured ones.
+"""Code shared by the studies of all papers. A part is one table or figure, with published next to measured figures.
 
-A row of a part has ``row``, its label; ``measured`` and ``published``, figures by name.
+A row of a part has the label ``row``, and figures by name in ``measured`` and ``published``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGREEMENT = {
     "tokens read": "read_mean",
 }
 T = TypeVar("T")
-TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes that the model's context bounds
+TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes limited by the model's context
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """The tools of a part: ``settings`` of the study, and ``texts``, files to use instead of the books.
+    """The tools of a part: ``settings`` of the study, and ``texts``, files to use instead of the bundled books.
 
     ``report`` shows progress within a part; ``choice`` says which model was loaded, and how.
     """
@@ -62,7 +62,7 @@ class Lab:
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
-        """Measure each label, and report it because a part may take minutes."""
+        """Measure each label and report it, because a part may take minutes."""
         found = []
         for label in labels:
             began = time.monotonic()
@@ -71,11 +71,11 @@ class Lab:
         return found
 
     def passage(self, size: int) -> Sequence[int]:
-        """The first ``size`` ids of the text."""
+        """Return the first ``size`` ids of the text."""
         return passages(self.texts, size, self.model.tokenizer)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Draw and decode ``tokens`` tokens; the caller can inspect the walk after each."""
+        """Sample and decode ``tokens`` tokens; the caller can inspect the walk after each."""
         sampler = Sampler(sampling, self.model.vocab, self.model.device)
         for _ in range(tokens):
             token = read(sampler(logits))
@@ -83,7 +83,7 @@ class Lab:
             yield token
 
     def answer(self, prompt: Sequence[int], variant: str, given: Sequence[int] = ()) -> str:
-        """The greedy answer of a mode after ``prompt`` and the decoded tokens ``given``."""
+        """Return the greedy answer of a mode after ``prompt`` and the decoded tokens ``given``."""
         logits = self.walk.begin(prompt, parsed(variant), len(given) + ANSWER_TOKENS)
         for token in given:
             logits = self.walk.step(token)
@@ -107,12 +107,12 @@ class Study:
         only: Sequence[str] = (),
         texts: Sequence[str] = (),
     ) -> Result:
-        """Measure all parts, or those in ``only``; return plain data, ready for JSON, with a row for each line.
+        """Measure all parts, or those in ``only``; return plain data, ready for JSON, with the rows of each part.
 
-        ``texts`` are used instead of the bundled books; the first that is long enough is taken.
+        ``texts`` replace the bundled books; the first one that is long enough is used.
 
         Raises:
-            UsageError: an unknown part; DoesNotFitError: a given size exceeds the model's context;
+            UsageError: a part is unknown; DoesNotFitError: a size set by the user exceeds the model's context;
             KvchatError: the model cannot be loaded, or no part can be measured.
         """
         for part in only:
@@ -144,7 +144,7 @@ class Study:
 
 
 def _timed(part: Part, lab: Lab) -> list[Row]:
-    """The rows of a part, each with the seconds of the whole part."""
+    """Measure a part; add the seconds of the whole part to each row."""
     began = time.monotonic()
     rows = part.measure(lab)
     seconds = round(time.monotonic() - began, 1)
@@ -152,14 +152,14 @@ def _timed(part: Part, lab: Lab) -> list[Row]:
 
 
 def forced(lab: Lab) -> Forced:
-    """A text of ``context`` tokens and ``forced`` ones to decode after them, by the study's settings."""
+    """Return a text of ``context`` tokens, and ``forced`` tokens to decode after them, by the study's settings."""
     settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
     return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer)[:1])
 
 
 def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
-    """A mode's agreement with full on the text of ``decoded``, as a row's figures."""
+    """Return a mode's agreement with full on the text of ``decoded``, as figures of a row."""
     found = summarized([{**decoded.row(0, parameters), "variant": ""}], "")
     return {name: found[of] for name, of in AGREEMENT.items()}
 

@@ -1,4 +1,4 @@
-"""SyncKV (sync mode): Figures 2a and 4, and Table 3 and Figure 6 as agreement with full."""
+"""SyncKV (sync mode): Figures 2a and 4, and Table 3 and Figure 6 measured as agreement with full."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEEDLE_SCORE = 0.989  # Figure 4
 class Settings:
     """Generates ``tokens`` tokens after ``context`` tokens of a book.
 
-    The ablations decode ``forced`` tokens, where a follower head may attend to ``budget``. Figure 4 has ``lengths``
+    The ablations decode ``forced`` tokens, where a follower head may read ``budget`` tokens. Figure 4 has ``lengths``
     lengths up to ``longest`` tokens and ``depths`` depths, with ``cases`` needles each.
     """
 
@@ -70,7 +70,7 @@ def _at_ratio(rho: float) -> str:
 
 # ---- Figure 2 --------------------------------------------------------------------------------------
 def _top_sets(lab: Lab) -> Tensor:
-    """1 for the ``TOP`` most attended tokens of each step, layer and KV head, else 0: ``[steps, layers, H, total]``."""
+    """Return 1 for the ``TOP`` most attended tokens of each step, layer and KV head: ``[steps, layers, H, total]``."""
     walk, end = lab.walk, lab.settings.context + lab.settings.tokens
     logits = walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     found = []
@@ -111,7 +111,7 @@ def _agreed(lab: Lab, decoded: Forced, label: str, params: str, published: dict[
 
 
 def _times(lab: Lab, variant: str) -> dict[str, float]:
-    """Seconds to prefill and enter the mode, and ms per decoded token of the same text."""
+    """Return seconds to prefill and enter the mode, and ms per decoded token of the same text."""
     context, tokens = int(lab.settings.context), int(lab.settings.forced)
     prefill, step = lab.walk.times(lab.passage(context + tokens), context, parsed(variant))
     return {PREFILL: prefill, STEP: 1000 * step}
@@ -119,7 +119,7 @@ def _times(lab: Lab, variant: str) -> dict[str, float]:
 
 # ---- Figure 4 --------------------------------------------------------------------------------------
 def _needles(lab: Lab) -> list[Row]:
-    """Share of needles found at all depths and lengths: full, the paper's settings, kvchat's."""
+    """Return the share of needles found at all depths and lengths: full, the paper's settings, kvchat's."""
     variants = {
         "full": "full",
         "sync, as published": _paper(lab.settings, _at_ratio(0.5)),
@@ -143,7 +143,7 @@ def _needles(lab: Lab) -> list[Row]:
 
 
 def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, number: int) -> dict[str, bool]:
-    """For each variant, whether it finds the needle."""
+    """Return whether each variant finds the needle."""
     tokenizer = lab.model.tokenizer
     asked = case("passkey", tokens, depth, 1, str(number), tokenizer)
     prompt = PromptEncoder(tokenizer).encode(asked.turns, Stored()).ids
