@@ -1,4 +1,4 @@
-"""Every error kvchat shows to a person.
+"""Every error that kvchat shows to a user.
 
 KvchatError                 anything safe to show: a title, details, what to do
 ├── UsageError              wrong flags, prompt or settings                     exit code 2
@@ -16,12 +16,12 @@ import difflib
 from collections.abc import Collection, Iterable
 
 ENDS = (".", "?", "!", ":", "…", '."')  # of a sentence; messages of other programs may lack one
-MANY = 20  # known words that a message lists: all parameters or ids of keys would fill the screen
+MANY = 20  # known words to list in a message: all parameters or key ids would fill the screen
 INSTEAD = "/model loads a model on this machine, where modes switch live."  # the hint if a server runs the model
 
 
 class KvchatError(Exception):
-    """Base of all errors that are shown to a person.
+    """Base of all errors that are shown to a user.
 
     ``title`` is one sentence, ``detail`` the cause with its numbers, ``hint`` what to do. ``str(error)`` joins them.
     """
@@ -76,7 +76,7 @@ class EngineError(KvchatError):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The only known word that contains ``given``, else the most similar one; empty if none is similar."""
+    """Return the only known word that contains ``given``, else the most similar one, or "" if none is similar."""
     words, given = {word.lower(): word for word in known}, given.lower()
     containing = [word for word in words if given and given in word]
     near = containing if len(containing) == 1 else difflib.get_close_matches(given, words, n=1)
@@ -84,7 +84,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The nearest known word, if there is one, and a list of all; with a nearest word of up to ``MANY``."""
+    """Suggest the nearest known word, if any, and list all words unless there are more than ``MANY``."""
     words = sorted(known)
     near, listed = nearest(str(given), words), f"Known: {', '.join(words) or 'none'}."
     if not near:
@@ -93,16 +93,16 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def check_known(given: str, known: Collection[str], kind: str) -> None:
-    """Raise UsageError unless ``given`` is ``known``; ``kind`` is what the words name."""
+    """Raise UsageError unless ``given`` is among ``known``; ``kind`` is what the words name."""
     if given not in known:
         raise UsageError(f'There is no {kind} "{given[:200]}".', did_you_mean(given, known))
 
 
 def resolve(given: str, known: Iterable[str], kind: str) -> str:
-    """The known word that ``given`` is or begins; if one match begins all others, such as ``mode`` of ``model``, that.
+    """Return the known word that is or begins with ``given``; of several, one that begins all others (mode, model).
 
     Raises:
-        UsageError: no known word begins so, or several do; ``kind`` is what the words name.
+        UsageError: no known word begins with ``given``, or several do; ``kind`` is what the words name.
     """
     words = list(known)
     exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and texts that a person names.
+"""Files that are written completely or not at all, and text files that a user names.
 
-A full disk or a crash leaves the old file. No pipe is waited for. New files get mode 0600, new folders 0700. Texts are
-UTF-8, or UTF-16 with a byte order mark, as editors on Windows write them; the mark is removed.
+A full disk or a crash leaves the old file. Opening never waits for a pipe. New files get mode 0600, new folders 0700.
+Texts are UTF-8, or UTF-16 with a byte order mark, as editors on Windows write them; the mark is removed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.units import size
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, in the quota, or in a file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota or the file has no more space
 MARK = "\ufeff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read(path: Path, most: int = -1) -> bytes:
-    """The first ``most`` bytes of the regular file at ``path``, by default all.
+    """Return the first ``most`` bytes of the regular file at ``path``, by default all.
 
     Raises:
-        OSError: it cannot be read, or may be endless, as a pipe or a device.
+        OSError: it cannot be read, or may be endless, like a pipe or a device.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -36,7 +36,7 @@ def read(path: Path, most: int = -1) -> bytes:
 
 
 def load(path: Path, limit: int | None = None) -> bytes:
-    """``read`` for a person.
+    """Read a file that the user named.
 
     Raises:
         UsageError: it cannot be read; DoesNotFitError: it has more than ``limit`` bytes.
@@ -49,10 +49,10 @@ def load(path: Path, limit: int | None = None) -> bytes:
 
 
 def limited(raw: bytes, limit: int, name: str) -> bytes:
-    """``raw``, the beginning of the file ``name``, read with one byte more than ``limit``.
+    """Return ``raw``, the file ``name`` read with a limit of one byte more than ``limit``.
 
     Raises:
-        DoesNotFitError: there are more than ``limit``.
+        DoesNotFitError: it has more than ``limit`` bytes.
     """
     if len(raw) > limit:
         raise DoesNotFitError(f"{name} is too large.", f"At most {size(limit)} are read.", "Shorten it.")
@@ -84,7 +84,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def save(path: Path, data: bytes, hint: str) -> None:
-    """``write`` for a person; ``hint`` is the advice unless the disk is full.
+    """Write a file that the user named; ``hint`` is the advice unless the disk is full.
 
     Raises:
         UsageError: it cannot be written; the old file is unchanged.
@@ -115,13 +115,13 @@ def check_folder(path: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
-    """The error for a file that could not be written; ``hint`` is the advice unless the disk is full."""
+    """Return the error for a file that could not be written; ``hint`` is the advice unless the disk is full."""
     hint = "Free some disk space, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
     return UsageError(f"{path} cannot be written.", f"{reason(error)}.", hint)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """The reason for an error with a path; a ValueError means a NUL, for which each Python has other words."""
+    """Return the reason for an error; a ValueError means a NUL in the path, which Python versions word differently."""
     return error.strerror or str(error) if isinstance(error, OSError) else "There is a NUL in its name"
 
 
@@ -156,7 +156,7 @@ def open_log(path: Path) -> FileIO:
     make_folder(path.parent)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
-    os.set_blocking(descriptor, True)  # O_NONBLOCK is only for opening, which would wait for the reader of a pipe
+    os.set_blocking(descriptor, True)  # O_NONBLOCK only keeps opening a pipe from waiting for its reader
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(PermissionError):  # another user's file keeps its mode
             os.fchmod(descriptor, 0o600)
@@ -164,7 +164,7 @@ def open_log(path: Path) -> FileIO:
 
 
 def name_temporary_folder() -> None:
-    """Name a temporary folder on a full disk, where Python finds none and torch could not be imported."""
+    """Set a temporary folder on a full disk, where Python finds none and torch could not be imported."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_text(file: Path, limit: int | None = None) -> str:
-    """The text of a regular file, as ``for_a_model``.
+    """Return the text of a regular file, converted by ``for_a_model``.
 
     Raises:
         UsageError: it cannot be read, or is not text; DoesNotFitError: it has more than ``limit`` bytes.
@@ -194,16 +194,16 @@ def read_text(file: Path, limit: int | None = None) -> str:
 
 
 def for_a_model(raw: bytes, name: str) -> str:
-    """``decoded``, with CRLF as a newline, because CRLF changes the answers of models.
+    """Decode a text and convert CRLF to a newline, because CRLF changes the answers of models.
 
     Raises:
-        UsageError: as ``decoded``.
+        UsageError: the same as ``decoded``.
     """
     return decoded(raw, name).replace("\r\n", "\n")
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """The text in the bytes of the file ``name``.
+    """Return the text in the bytes of the file ``name``.
 
     Raises:
         UsageError: they are neither UTF-8 nor UTF-16 with a byte order mark.
@@ -223,11 +223,11 @@ def _not_text(name: str) -> UsageError:
 
 
 def unmarked(text: str) -> str:
-    """``text`` without byte order marks, of which joined files have several."""
+    """Return ``text`` without byte order marks; joined files have several."""
     return text.removeprefix(MARK).replace(f"\n{MARK}", "\n")
 
 
 def unreadable(name: str, error: OSError | ValueError, kind: type[KvchatError] = UsageError) -> KvchatError:
-    """The error for the file ``name``, which could not be read."""
+    """Return the error for the file ``name``, which could not be read."""
     hint = "Name a file in it." if isinstance(error, IsADirectoryError) else "Check its name and permissions."
     return kind(f"{name} cannot be read.", f"{reason(error)}.", hint)

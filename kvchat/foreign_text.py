@@ -1,7 +1,7 @@
-"""Text that kvchat did not write, made harmless for a terminal.
+"""Make text that kvchat did not write harmless for a terminal.
 
-Control characters become visible marks: C0 and DEL become U+2400 and the following, lone surrogates U+FFFD. C1, and
-characters that embed, isolate or override a direction and so could reorder the rest of a line, become ‹U+009B›.
+Control characters become visible marks: C0 and DEL become U+2400 and the following, lone surrogates U+FFFD. C1 and
+characters that embed, isolate or override a text direction, which could reorder the rest of a line, become ‹U+009B›.
 Newlines, tabs and the direction marks of right-to-left texts stay.
 """
 
@@ -25,19 +25,19 @@ _CONTROL = re.compile("[" + "".join(re.escape(chr(code)) for code in MARKS) + "]
 
 
 def visible(text: str) -> str:
-    """``text`` with a mark for every control character, and CRLF as a newline."""
+    """Return ``text`` with a mark for every control character, and CRLF as a newline."""
     if not _CONTROL.search(text):
         return text
     return text.replace("\r\n", "\n").translate(MARKS)
 
 
 def typed(text: str) -> str:
-    """``visible``, except that characters which change a direction stay, because the text goes to a model."""
+    """Return ``text`` like ``visible``, but keep characters that change the direction, because a model reads it."""
     return text.replace("\r\n", "\n").translate(_OF_TYPED) if _CONTROL.search(text) else text
 
 
 def visible_fields(value: Any) -> Any:
-    """``value`` with every string in it ``visible``: in dataclasses, tuples, lists and dicts, keys included."""
+    """Make every string in ``value`` ``visible``: in dataclasses, tuples, lists and dicts, keys included."""
     match value:
         case str():
             return visible(value)

@@ -1,4 +1,4 @@
-"""Optional libraries: the commands that install them, and what keeps them from running code from a hub.
+"""Optional libraries: the commands that install them, and protection against running code from a hub.
 
 Commands install into kvchat's own environment, with pip, pipx or uv. They name the packages of an extra, because no
 package index has kvchat. If the package ``kernels`` is installed, other packages download and run compiled code.
@@ -41,7 +41,7 @@ BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
 
 def command(*packages: str, again: bool = False) -> str:
-    """The shell command that installs ``packages`` (requirements) into kvchat's environment, or installs them again."""
+    """Return the shell command that installs ``packages`` (requirements) in kvchat's environment, ``again`` if set."""
     names, prefix = shlex.join(packages), Path(sys.prefix)
     if (prefix / "pipx_metadata.json").is_file() and shutil.which("pipx"):
         return f"pipx inject {'--force ' * again}{shlex.quote(prefix.name)} {names}"
@@ -54,12 +54,12 @@ def command(*packages: str, again: bool = False) -> str:
 
 
 def extra(name: str) -> str:
-    """The command that installs the packages of one of kvchat's ``EXTRAS``."""
+    """Return the command that installs the packages of one of kvchat's ``EXTRAS``."""
     return command(*EXTRAS[name])
 
 
 def absent(name: str) -> list[str]:
-    """The packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     packages = (requirement.partition(">")[0] for requirement in EXTRAS[name])
     return [package for package in packages if find_spec(package.replace("-", "_")) is None]
 
@@ -68,7 +68,7 @@ def require(name: str, what: str) -> None:
     """Check that the packages of an extra are installed; ``what`` needs them.
 
     Raises:
-        UsageError: a package is not installed; with the command that installs the extra.
+        UsageError: a package is not installed; the hint has the command that installs the extra.
     """
     if packages := absent(name):
         verb = "is" if len(packages) == 1 else "are"
@@ -77,7 +77,7 @@ def require(name: str, what: str) -> None:
 
 
 def lacking(quantize: str, device: str) -> list[str]:
-    """The packages that a quantization needs on a device and that are not installed; the device "auto" may be a CPU."""
+    """Return the missing packages that a quantization needs on a device; the device "auto" may be a CPU."""
     is_needed = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
     return absent(EXTRA_OF[quantize]) if is_needed else []
 
@@ -93,7 +93,7 @@ def check(quantize: str, device: str) -> None:
 
 
 def _system_option() -> str:
-    """The option that lets pip install into a system's own Python; empty elsewhere."""
+    """Return the option that lets pip install into a system's own Python; empty elsewhere."""
     in_environment = sys.prefix != sys.base_prefix
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
     return "" if in_environment or not managed else "--break-system-packages "
@@ -102,7 +102,7 @@ def _system_option() -> str:
 def prepare_transformers() -> None:
     """Keep transformers from loading kernels from a hub, unless the environment allows it, and from listing its models.
 
-    It lists them by reading 1,700 files three times, which is postponed until an attribute needs it.
+    The list, made by reading 1,700 files three times, is postponed until an attribute needs it.
     """
     os.environ.setdefault(TRANSFORMERS, "NO")
     if _unlisted not in sys.meta_path:
@@ -110,7 +110,7 @@ def prepare_transformers() -> None:
 
 
 class _Unlisted(Loader):
-    """Imports the packages that list transformers' models as ``Later`` the first time, and normally after that."""
+    """Imports the packages that list transformers' models as ``Later`` first, and normally the next time."""
 
     def __init__(self) -> None:
         self._left = {"transformers", "transformers.models"}
@@ -126,14 +126,14 @@ class _Unlisted(Loader):
         return Later(spec.name, {"__version__": metadata.version("transformers")})
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run none of its code."""
+        """Run none of the module's code."""
 
 
 _unlisted = _Unlisted()
 
 
 class Later(ModuleType):
-    """Stands in for a module until an attribute that is not ``known`` is needed; then its ``family`` is imported."""
+    """Replaces a module until an attribute that is not ``known`` is needed, then imports its ``family``."""
 
     def __init__(self, name: str, known: dict[str, Any], family: Collection[str] = ()) -> None:
         super().__init__(name)
@@ -160,7 +160,7 @@ def import_bitsandbytes(load: Callable[[str], Any] = importlib.import_module) ->
     """
     log = logging.getLogger(BITSANDBYTES_LOG)
     level, before = log.level, {name: sys.modules[name] for name in ("kernels",) if name in sys.modules}
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # makes importing it fail
     log.setLevel(logging.ERROR)
     try:
         return load("bitsandbytes")

@@ -47,7 +47,7 @@ class PcieTraffic:
 
 
 class GpuReader:
-    """Readings of one GPU; all are None if NVML does not know it.
+    """Readings of one GPU; all are None if NVML does not find it.
 
     ``device`` is NVML's number of the GPU ("0"), or the UUID of a GPU or MIG instance, with or without the prefix
     "GPU-" or "MIG-" (torch has it without).
@@ -60,7 +60,7 @@ class GpuReader:
 
     @property
     def found(self) -> bool:
-        """NVML knows this GPU."""
+        """True if NVML found this GPU."""
         return self._handle is not None
 
     def info(self) -> GpuInfo:
@@ -92,7 +92,7 @@ class GpuReader:
         )
 
     def pcie(self) -> PcieTraffic:
-        """Measure the traffic on its PCIe link, which takes NVML 20 ms in each direction."""
+        """Measure the traffic on the PCIe link, which takes NVML 20 ms in each direction."""
         counters = ("NVML_PCIE_UTIL_RX_BYTES", "NVML_PCIE_UTIL_TX_BYTES")
         return PcieTraffic(
             *(self._read("nvmlDeviceGetPcieThroughput", lambda kilobytes: 1000 * int(kilobytes), c) for c in counters)
@@ -108,7 +108,7 @@ class GpuReader:
         return PcieLink(*(self._read(name, int) for name in names))
 
     def _read(self, function: str, convert: Callable[[Any], T], *constants: str) -> T | None:
-        """Call NVML's ``function`` for this GPU and convert its result; ``constants`` name further arguments."""
+        """Call NVML's ``function`` for this GPU and convert the result; ``constants`` name further arguments."""
         if self._handle is None:
             return None
         nvml = self._nvml
@@ -116,9 +116,9 @@ class GpuReader:
 
 
 def visible_gpu(number: int = 0, environ: Mapping[str, str] = os.environ) -> GpuReader | None:
-    """The GPU with CUDA's ``number``; None if NVML does not know it or ``CUDA_VISIBLE_DEVICES`` hides it.
+    """Return the GPU with CUDA's ``number``; None if NVML does not find it or ``CUDA_VISIBLE_DEVICES`` hides it.
 
-    Without ``CUDA_VISIBLE_DEVICES`` it is NVML's number, whose order may differ from CUDA's (fastest first).
+    Without ``CUDA_VISIBLE_DEVICES``, NVML's order is used, which may differ from CUDA's (fastest first).
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number)] if visible is None else [name.strip() for name in visible.split(",")][number : number + 1]
@@ -126,20 +126,20 @@ def visible_gpu(number: int = 0, environ: Mapping[str, str] = os.environ) -> Gpu
 
 
 def all_gpus() -> tuple[GpuReader, ...]:
-    """Every GPU of the machine in NVML's order, including those that ``CUDA_VISIBLE_DEVICES`` hides."""
+    """Return every GPU of the machine in NVML's order, including those that ``CUDA_VISIBLE_DEVICES`` hides."""
     nvml = _library()
     count = _or_none(lambda: int(nvml.nvmlDeviceGetCount())) or 0
     return tuple(reader for number in range(count) if (reader := GpuReader(str(number))).found)
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None without one."""
+    """Return the version of the NVIDIA driver; None without one."""
     nvml = _library()
     return _or_none(lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def _library() -> Any:
-    """pynvml, initialized; None without a driver."""
+    """Return pynvml, initialized, or None without a driver."""
 
     def initialized() -> ModuleType:
         import pynvml
@@ -151,19 +151,19 @@ def _library() -> Any:
 
 
 def _names(device: str) -> tuple[str, ...]:
-    """The names under which NVML may know ``device``."""
+    """Return the names under which NVML may know ``device``."""
     if device.isdigit() or device.startswith(("GPU-", "MIG-")):
         return (device,)
     return (f"GPU-{device}", f"MIG-{device}")
 
 
 def _own_bytes(processes: Any) -> int | None:
-    # In a container NVML lists the host's process ids, which may not include this process's.
+    # In a container, NVML lists the host's process ids, which may not include this process's.
     return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def _or_none(reading: Callable[[], T]) -> T | None:
     try:
         return reading()
-    except Exception:  # noqa: BLE001  # no library, no driver, or NVML's class for an error code
+    except Exception:  # noqa: BLE001  # no library, no driver, or NVML's own error class
         return None

@@ -1,7 +1,7 @@
-"""The locations of kvchat's files; no function creates a file or a folder.
+"""Paths of kvchat's files; no function creates a file or a folder.
 
-``KVCHAT_CONFIG`` names another config.toml (whose folder is then the config folder), ``KVCHAT_DATA_DIR`` a folder for
-both data and state.
+``KVCHAT_CONFIG`` names another config.toml, whose folder is then the config folder. ``KVCHAT_DATA_DIR`` names a folder
+for both data and state.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ INDEX = "model.safetensors.index.json"  # in the folder of a model whose weights
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model with a short name: its GGUF file, and the Python package that contains it; without one the file belongs
-    in ``models_dir``."""
+    """A model with a short name: its GGUF file, in ``models_dir`` or in a Python package."""
 
     file: str
     package: str = ""
@@ -42,7 +41,7 @@ NAMED = {
 
 
 def of_hub(model: str) -> str:
-    """The name of a model whose page or GGUF file on the hub is given by its address; another name as it is."""
+    """Return the name of the model whose page or GGUF file on the hub has this address; other names are unchanged."""
     found = HUB_ADDRESS.fullmatch(model.strip())
     if not found:
         return model
@@ -56,13 +55,13 @@ def is_server(model: str) -> bool:
 
 
 def name_home() -> None:
-    """Give a user without a home, as in containers, one in which no file exists or can be created."""
+    """Set HOME, if it is missing as in containers, to a path where no file exists or can be created."""
     if not os.path.isabs(os.environ.get("HOME", os.path.expanduser("~"))):
         os.environ["HOME"] = os.devnull
 
 
 def with_commit(version: str) -> str:
-    """A version, and the commit of a build (``.ci/commit.py``) or a checkout if it is known."""
+    """Return a version, with the commit of the build (``.ci/commit.py``) or checkout if it is known."""
     return f"{version} ({commit[:8]})" if (commit := _commit()) else version
 
 
@@ -78,58 +77,58 @@ def _commit() -> str:
 
 
 def config_file() -> Path:
-    """The settings; the file need not exist."""
+    """Return the path of config.toml, which need not exist."""
     given = os.environ.get("KVCHAT_CONFIG")
     return Path(os.path.expanduser(given)) if given else platformdirs.user_config_path("kvchat") / "config.toml"
 
 
 def config_dir() -> Path:
-    """The folder of config.toml and the user's themes."""
+    """Return the folder of config.toml and the user's themes."""
     return config_file().parent
 
 
 def server_keys_file() -> Path:
-    """The keys of servers; other users may not read it."""
+    """Return the file of servers' keys, which other users may not read."""
     return config_dir() / "keys.toml"
 
 
 def data_dir() -> Path:
-    """The folder of a person's conversations and calibrations."""
+    """Return the folder of conversations and calibrations."""
     return _given_data_dir() or platformdirs.user_data_path("kvchat")
 
 
 def state_dir() -> Path:
-    """The folder of logs and the prompt history."""
+    """Return the folder of logs and the prompt history."""
     return _given_data_dir() or platformdirs.user_state_path("kvchat")
 
 
 def log_file() -> Path:
-    """The file for the engine's stderr and unexpected tracebacks."""
+    """Return the file for the engine's stderr and unexpected tracebacks."""
     return state_dir() / "kvchat.log"
 
 
 def tested_file() -> Path:
-    """The list of models that passed their tests on this machine."""
+    """Return the file that lists the models that passed their tests on this machine."""
     return state_dir() / "tested.json"
 
 
 def database() -> Path:
-    """The database of conversations."""
+    """Return the path of the database of conversations."""
     return data_dir() / "chats.db"
 
 
 def saved_kv_dir() -> Path:
-    """The folder of conversations' K/V, a file each."""
+    """Return the folder of saved K/V, one file for each conversation."""
     return data_dir() / SAVED_KV_FOLDER
 
 
 def served_kv_dir() -> Path:
-    """The folder of K/V that ``kvchat serve --keep`` saves, a file for each conversation."""
+    """Return the folder of K/V that ``kvchat serve --keep`` saves, one file for each conversation."""
     return data_dir() / "served"
 
 
 def saved_kv(folder: Path, conversation: str) -> Path:
-    """The file of a conversation in a folder of K/V; an imported id that is not alphanumeric becomes hexadecimal."""
+    """Return the file of a conversation in a folder of K/V; an id that is not alphanumeric is hex-encoded."""
     name = (
         conversation
         if conversation.isascii() and conversation.isalnum()
@@ -139,54 +138,54 @@ def saved_kv(folder: Path, conversation: str) -> Path:
 
 
 def history_file() -> Path:
-    """The history of prompts."""
+    """Return the file of the prompt history."""
     return state_dir() / "history"
 
 
 def user_themes_dir() -> Path:
-    """The user's own themes, one TOML file each."""
+    """Return the folder of the user's own themes, one TOML file each."""
     return config_dir() / "themes"
 
 
 def user_profiles_dir() -> Path:
-    """The user's own GPU profiles, one TOML file each."""
+    """Return the folder of the user's own GPU profiles, one TOML file each."""
     return config_dir() / "profiles"
 
 
 def presets_dir() -> Path:
-    """The user's presets, one TOML file each."""
+    """Return the folder of the user's presets, one TOML file each."""
     return config_dir() / "presets"
 
 
 def bundled_profiles_dir() -> Path:
-    """The shipped GPU profiles."""
+    """Return the folder of the bundled GPU profiles."""
     return PACKAGE / "config" / "gpu_profiles"
 
 
 def bundled_themes_dir() -> Path:
-    """The shipped themes: inside an installed package, next to the package in a checkout."""
+    """Return the folder of the bundled themes: in an installed package, or next to the package in a checkout."""
     inside = PACKAGE / "themes"
     return inside if inside.is_dir() else PACKAGE.parent / "themes"
 
 
 def bundled_model_dir() -> Path:
-    """The model that comes with kvchat."""
+    """Return the folder of the bundled model."""
     return PACKAGE / "models" / "bundled"
 
 
 def models_dir() -> Path:
-    """The folder of models that have short names."""
+    """Return the folder of models with short names."""
     given = _given_data_dir()
     return given / "models" if given else platformdirs.user_cache_path("kvchat") / "models"
 
 
 def packed_dir() -> Path:
-    """The folder of weights that loading packed, for the next load."""
+    """Return the folder of weights that were packed while loading, for the next load."""
     return models_dir().with_name("packed")
 
 
 def named_model(name: str) -> Path | None:
-    """The file of a model of ``NAMED``, in ``models_dir`` or its package (which is not imported); None if absent."""
+    """Return the file of a model of ``NAMED``, in ``models_dir`` or its package, which is not imported, or None."""
     named = NAMED.get(name)
     if named is None:
         return None
@@ -198,17 +197,17 @@ def named_model(name: str) -> Path | None:
 
 
 def bundled_recording() -> Path:
-    """The recording that ``kvchat replay`` plays by default."""
+    """Return the recording that ``kvchat replay`` plays by default."""
     return PACKAGE / "replay" / "demo.jsonl.gz"
 
 
 def calibration_dir() -> Path:
-    """The folder of the user's own calibrations, one JSON file for each model revision."""
+    """Return the folder of the user's calibrations, one JSON file for each model revision."""
     return data_dir() / "calibration"
 
 
 def bundled_calibration_dir() -> Path:
-    """The folder of calibrations that come with kvchat."""
+    """Return the folder of the bundled calibrations."""
     return PACKAGE / "models" / "calibration"
 
 

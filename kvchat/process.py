@@ -1,4 +1,4 @@
-"""The current process: torch's threads (set before torch is imported), processor time, memory, parent and end."""
+"""The current process: torch's threads (set before torch is imported), CPU time, memory, parent and exit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import BinaryIO, NamedTuple
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESSORS = Path("/sys/devices/system/cpu")
-WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"  # OpenMP's; if the user sets one, both are left alone
+WAIT_POLICY, SPIN_COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"  # OpenMP's; if the user sets one, neither is changed
 # Spins of a waiting thread before it sleeps, about 30 us. Waking it costs as much, so a wait costs at most twice the
-# optimum. Without any spins a token of the bundled model takes twice as long.
+# optimum. Without spinning, a token of the bundled model takes twice as long.
 SPINS = 3000
 NUM_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 PROCESSES = Path("/proc")
@@ -25,18 +25,18 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads sleep after a short wait, unless the environment says how they wait.
+    """Let OpenMP's threads sleep after a short wait, unless the environment sets how they wait.
 
-    By default they spin for milliseconds, which is fast only while each thread has a core to itself. Under any other
-    load they spin for threads that are not running, and decoding becomes many times slower. OpenMP reads the
-    environment once, when torch is imported. GNU's obeys the count, others the policy, which lets them sleep at once.
+    By default they spin for milliseconds, which is fast only if each thread has a core to itself. Under any other load
+    they spin while waiting for threads that are not running, and decoding becomes many times slower. OpenMP reads the
+    environment once, when torch is imported. GNU's uses the count, others the policy, which makes them sleep at once.
     """
     if WAIT_POLICY not in os.environ and SPIN_COUNT not in os.environ:
         os.environ.update({WAIT_POLICY: "PASSIVE", SPIN_COUNT: str(SPINS)})
 
 
 def postpone_full_collections() -> None:
-    """Make full garbage collections rare: they took a third of the time of imports."""
+    """Make full garbage collections rare, because they took a third of the time of imports."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, LATE)
 
@@ -54,7 +54,7 @@ def end(code: object = 0) -> None:
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """The command of another Python with these arguments.
+    """Return the command that runs Python with these arguments.
 
     It imports no module from its working directory, so that a ``random.py`` there does not replace Python's own.
     """
@@ -62,16 +62,16 @@ def python(*arguments: str) -> tuple[str, ...]:
 
 
 def as_the_user_left_it() -> dict[str, str]:
-    """The environment without the variables of ``spin_briefly``, for a process that is not kvchat's own code."""
+    """Return the environment without the variables of ``spin_briefly``, for programs other than kvchat."""
     ours = os.environ.get(SPIN_COUNT) == str(SPINS)
     return {name: value for name, value in os.environ.items() if not (ours and name in (WAIT_POLICY, SPIN_COUNT))}
 
 
 def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -> None:
-    """Limit torch to one thread per physical core, and to the number of processors that the container grants.
+    """Limit torch to one thread per physical core, and to the number of CPUs that the container grants.
 
-    Two threads of one core share its arithmetic, and the kernel stops all threads when the container's time is used up.
-    Nothing is set if the environment sets the number, or if every processor may be used.
+    Two threads on one core share its arithmetic units, and the kernel stops all threads when the container's CPU time
+    is used up. Nothing is set if the environment sets the number, or if every CPU may be used.
     """
     share, cores = processor_share(cgroups), physical_cores(processors)
     most = [int(bound) for bound in (share, cores) if bound is not None]
@@ -81,24 +81,24 @@ def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -
 
 
 def usable_processors() -> Collection[int]:
-    """The numbers of the processors that this process may use; all of them if the system does not say."""
+    """Return the numbers of the logical CPUs that this process may use; all of them if the system does not say."""
     if sys.platform != "linux":
         return range(os.cpu_count() or 1)
     return os.sched_getaffinity(0)
 
 
 def physical_cores(processors: Path = PROCESSORS) -> int | None:
-    """The number of physical cores among the processors this process may use; None if unknown."""
+    """Return the number of physical cores that this process may use; None if unknown."""
     if not processors.is_dir():
         return None
     usable = (processors / f"cpu{number}" for number in usable_processors())
-    # All processors of a core list the same siblings; core numbers are unique only within a package or die.
+    # All CPUs of a core list the same siblings; core numbers are unique only within a package or die.
     siblings = {system_text(processor / "topology" / "thread_siblings_list") for processor in usable}
     return None if "" in siblings else len(siblings)
 
 
 def processor_share(cgroups: Path = CGROUPS) -> float | None:
-    """The container's limit of processor time, in processors (cgroup v2 or v1); None without a limit."""
+    """Return the container's limit of CPU time, in CPUs (cgroup v2 or v1); None without a limit."""
     quota, _, period = system_text(cgroups / "cpu.max").partition(" ")
     if not period:
         quota, period = (system_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
@@ -106,7 +106,7 @@ def processor_share(cgroups: Path = CGROUPS) -> float | None:
 
 
 def system_text(file: Path) -> str:
-    """The text of a file of /proc or /sys, stripped; "" if it cannot be read."""
+    """Return the text of a file of /proc or /sys, stripped; "" if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -114,7 +114,7 @@ def system_text(file: Path) -> str:
 
 
 class Spent(NamedTuple):
-    """Processor seconds since the machine's start, summed over ``processors``: in total, and idle ones."""
+    """CPU seconds since the machine's start, summed over ``processors``: in total and idle."""
 
     total: float
     idle: float
@@ -122,23 +122,23 @@ class Spent(NamedTuple):
 
 
 def processor_time(stat: Path = STAT) -> Spent | None:
-    """The time of this process's usable processors until now; None if the system does not say."""
+    """Return the time of this process's usable CPUs until now; None if the system does not say."""
     usable = {f"cpu{number}" for number in usable_processors()}
     lines = [fields for line in system_text(stat).splitlines() if (fields := line.split()) and fields[0] in usable]
     if not lines:
         return None
-    # User, nice, system, idle, iowait, irq, softirq, steal; guest time, which follows, is part of user time.
+    # User, nice, system, idle, iowait, irq, softirq, steal; the fields after them are included in user and nice time.
     ticks = [[int(field) for field in fields[1:9]] for fields in lines]
     second = os.sysconf("SC_CLK_TCK")
     return Spent(sum(map(sum, ticks)) / second, sum(each[3] + each[4] for each in ticks) / second, len(lines))
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process, even a stopped one, when its parent ends; exit if it has ended already.
+    """Have the kernel kill this process, even a stopped one, when its parent ends; exit if it has already ended.
 
-    ``parent`` is the parent's process id, because a process orphaned before this call gets no signal. Only Linux can do
-    this; elsewhere a process ends with its stdin, for which it must be running. The kernel takes the thread that
-    started the process for its parent.
+    ``parent`` is the parent's process id, because a process orphaned before this call gets no signal. Only Linux
+    supports this; elsewhere a process ends when its stdin closes, which requires that it is running. The kernel
+    considers the thread that started the process to be its parent.
     """
     if sys.platform == "linux":
         import ctypes  # only an engine needs it
@@ -149,7 +149,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout for the protocol alone: libraries print to stderr instead and read an empty stdin."""
+    """Reserve stdin and stdout for the protocol: libraries print to stderr instead and read an empty stdin."""
     commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as empty:
         os.dup2(empty.fileno(), 0)
@@ -158,7 +158,7 @@ def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
 
 
 def resident_bytes() -> int | None:
-    """The process's bytes in RAM; None if the system does not say."""
+    """Return this process's bytes in RAM; None if the system does not say."""
     if sys.platform != "linux":
         import psutil
 

@@ -1,4 +1,4 @@
-"""Thoughts before an answer: what a reasoning model writes between tags such as ``<think>`` and ``</think>``.
+"""Thoughts before an answer: text that a reasoning model writes between tags such as ``<think>`` and ``</think>``.
 
 The first tag is at the beginning of the answer, or at the end of the prompt if the chat template writes it. A tag
 anywhere else is text, because an answer may be about tags.
@@ -24,7 +24,7 @@ THOUGHT, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 
 
 def end_of(tag: str) -> str:
-    """The tag that ends the thought that ``tag`` begins."""
+    """Return the tag that ends the thought that ``tag`` begins."""
     for begin, end in (("begin", "end"), ("start", "end"), ("BEGIN", "END"), ("START", "END")):
         if tag.startswith(f"<|{begin}"):
             return tag.replace(begin, end, 1)
@@ -35,12 +35,12 @@ _EITHER = frozenset((*TAGS, *map(end_of, TAGS)))
 
 
 def is_tag(token: str) -> bool:
-    """True if a token is a tag of ``TAGS`` or the end of one."""
+    """True if a token is one of ``TAGS`` or its end tag."""
     return token.lower() in _EITHER
 
 
 def begun_with(text: str, tags: Sequence[str] = ()) -> str:
-    """The tag at the beginning of ``text``, of ``TAGS`` in any case or of a template's own ``tags``; else empty."""
+    """Return the tag at the beginning of ``text``, one of ``TAGS`` in any case or of a template's ``tags``, or ""."""
     begun = text.lstrip()
     for tag in (*tags, *TAGS):
         if begun[: len(tag)].lower() == tag.lower():
@@ -49,17 +49,17 @@ def begun_with(text: str, tags: Sequence[str] = ()) -> str:
 
 
 def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str]:
-    """Split an answer into its thought, empty without one, and the rest.
+    """Split an answer into its thought, "" without one, and the rest.
 
-    ``end`` is the tag that ends the thought if the prompt began it, or the model with its template's own tag. A thought
-    that has not ended is the whole answer, unless a tag of ``TAGS`` began it and the answer ended by itself: then it is
-    no thought. ``ending`` is why the answer ended, None while it is being written.
+    ``end`` is the tag that ends the thought if the prompt began it, or if the model began it with its template's own
+    tag. A thought without an end is the whole answer, unless one of ``TAGS`` began it and the answer ended by itself:
+    then it is not a thought. ``ending`` is the reason why the answer ended, None while it is generated.
     """
     begun = text.lstrip()
     own = (end.replace("/", "", 1),) if end else ()
     tag = begun_with(begun, own)
     if begun and not tag and ending is None and any(each.lower().startswith(begun.lower()) for each in (*own, *TAGS)):
-        return "", ""  # it may become a tag; models sometimes repeat the prompt's
+        return "", ""  # it may become a tag; models sometimes repeat the one in the prompt
     if not (tag or end):
         return "", text
     thought, found, said = begun.removeprefix(tag).partition(end_of(tag) if tag else end)
@@ -69,11 +69,11 @@ def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str
 
 
 def goes_on(prompt: str) -> bool:
-    """True if a prompt ends inside a thought of gpt-oss's form, which the answer continues."""
+    """True if a prompt ends inside a thought in gpt-oss's form, which the answer continues."""
     return prompt.rfind(THOUGHT) > prompt.rfind(END)
 
 
 def summarize(thought: str, is_open: bool) -> str:
-    """The line of a folded thought."""
+    """Return the one-line summary of a folded thought."""
     words = len(thought.split())
     return f"▸ thinking … {count(words, 'word')}" if is_open else f"▸ thought, {count(words, 'word')}"

@@ -1,4 +1,4 @@
-"""The only formatter of bytes, counts, seconds and percent. None is a missing reading, ``n/a``, never 0."""
+"""The only formatter of bytes, counts, seconds and percentages. None is a missing reading: ``n/a``, never 0."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ METER = 8  # cells
 
 
 def count(value: float | None, noun: str = "") -> str:
-    """``14203`` -> ``14,203``; with a noun ``1 token``, ``14,203 tokens``."""
+    """Format a count: ``14203`` -> ``14,203``; with a noun ``1 token``, ``14,203 tokens``."""
     number = MISSING if value is None else f"{round(value):,}"
     return f"{number} {noun}{'s' * (number != '1')}" if noun else number
 
 
 def short(value: float | None) -> str:
-    """At most five characters: ``31400`` -> ``31.4k``."""
+    """Format a count in at most five characters: ``31400`` -> ``31.4k``."""
     if value is None:
         return MISSING
     if value < 1000:
@@ -26,9 +26,9 @@ def short(value: float | None) -> str:
 
 
 def size(value: float | None, digits: int = 1) -> str:
-    """Bytes: ``6543210987`` -> ``6.1 GiB``; ``digits`` after the point, none from 100 on.
+    """Format bytes: ``6543210987`` -> ``6.1 GiB``, with ``digits`` decimals, or none from 100 on.
 
-    Two digits are for sizes that a person compares, such as needed and free memory.
+    Two decimals are for sizes that a user compares, such as needed and free memory.
     """
     if value is None:
         return MISSING
@@ -40,7 +40,7 @@ def size(value: float | None, digits: int = 1) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``0.0042`` -> ``4 ms``, ``12.34`` -> ``12 s``, ``125`` -> ``2 min 5 s``."""
+    """Format a duration: ``0.0042`` -> ``4 ms``, ``12.34`` -> ``12 s``, ``125`` -> ``2 min 5 s``."""
     if value is None:
         return MISSING
     if value < 0.9995:
@@ -52,23 +52,23 @@ def seconds(value: float | None) -> str:
 
 
 def figure(value: float | None, unit: str = "", digits: int = 0) -> str:
-    """A number with its unit: ``figure(1.84, "ms", 1)`` -> ``1.8 ms``."""
+    """Format a number with its unit: ``figure(1.84, "ms", 1)`` -> ``1.8 ms``."""
     return MISSING if value is None else f"{value:,.{digits}f} {unit}".rstrip()
 
 
 def percent(share: float | None) -> str:
-    """``0.941`` -> ``94 %``."""
+    """Format a share: ``0.941`` -> ``94 %``."""
     return MISSING if share is None else f"{share * 100:.0f} %"
 
 
 def meter(share: float) -> str:
-    """``0.5`` -> ``▰▰▰▰▱▱▱▱``."""
+    """Draw a share as a meter: ``0.5`` -> ``▰▰▰▰▱▱▱▱``."""
     full = int(min(share, 1.0) * METER)
     return "▰" * full + "▱" * (METER - full)
 
 
 def bars(values: Sequence[float | None], top: float | None = None) -> str:
-    """A block for each value, a full one for ``top`` (by default the largest), a dot for a missing reading."""
+    """Draw a block for each value, full for ``top`` (by default the largest), and a dot for a missing reading."""
     full, last = max(filter(None, values), default=0.0) if top is None else top, len(BARS) - 1
     return "".join(
         UNREAD if value is None else BARS[min(round(value / full * last), last) if full else 0] for value in values

@@ -1,8 +1,8 @@
-"""The client of the engine's child process, for the application and the server: sends commands, merges events.
+"""The client of the engine process, for the application and the server: sends commands, merges events.
 
 It uses asyncio's subprocesses because multiprocessing crashes inside Textual, which redirects the standard streams. The
-child's stderr goes to a log file so that no C library paints over the screen. It ends when its stdin closes, so it
-cannot outlive the application.
+child's stderr goes to a log file so that no C library writes over the screen. The child ends when its stdin closes, so
+it cannot outlive the application.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ENGINE = process.python("-m", "kvchat.engine", str(os.getpid()))
 GRACE_S = 3.0
 TAIL_LINES = 6
 KILLED = 9
-DUMP = "Fatal Python error"  # from Python's fault handler: the reason is above it, stacks and modules are below
+DUMP = "Fatal Python error"  # written by Python's fault handler: the reason is above it, stacks and modules are below
 NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|[Cc]annot allocate memory|MemoryError")
-LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # the latest replaces earlier ones
+LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # only the latest of each is kept
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ Report = messages.Event | Crashed
 
 
 class EngineClient:
-    """Runs one child at a time. ``recorder`` records its events.
+    """Runs one child process at a time; ``recorder`` records its events.
 
-    ``log_problem`` says why its stderr is not logged, empty while it is. ``forgotten`` counts calls of ``forget``.
+    ``log_problem`` says why its stderr is not logged, or is "". ``forgotten`` counts calls of ``forget``.
     """
 
     def __init__(self, command: Sequence[str] | None, log_file: Path, recorder: Recorder | None = None) -> None:
@@ -102,7 +102,7 @@ class EngineClient:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log or subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl+C is for the application alone
+                start_new_session=True,  # so that Ctrl+C in the terminal reaches only the application
             )
         except OSError as error:
             few = error.errno in (errno.EMFILE, errno.ENFILE)
@@ -126,7 +126,7 @@ class EngineClient:
             self._process.stdin.write(wire.encode(command))
 
     async def receive(self) -> list[Report]:
-        """Wait for events and return all since the last call, coalesced."""
+        """Wait for events and return all since the last call, merged."""
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._inbox = self._inbox, []
@@ -204,13 +204,13 @@ class EngineClient:
         return process is self._process and not self._is_forgotten
 
     def _put(self, report: Report) -> None:
-        # An answer's text returns to the engine with the next question, so it is made visible only when it is drawn.
+        # An answer's text returns to the engine with the next question, so it is made visible only when it is shown.
         is_answer = isinstance(report, messages.Text | messages.Finished)
         self._inbox.append(report if is_answer else visible_fields(report))
         self._arrived.set()
 
     def _open_log(self) -> FileIO | None:
-        """Open the log and write to it, because only that shows a full disk; None with ``log_problem`` set."""
+        """Open the log and write to it, because only writing reveals a full disk; None if it fails."""
         try:
             files.append(self.log_file, time.strftime("--- engine started %Y-%m-%d %H:%M:%S\n").encode())
             log = files.open_log(self.log_file)

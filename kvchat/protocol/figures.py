@@ -1,4 +1,4 @@
-"""The figures that the application shows: the receipt of an answer, the plan of a model, the panels' snapshot."""
+"""Figures that the application shows: the receipt of an answer, the plan of a model, the panel's snapshot."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Annotated, Any
 from pydantic import Field
 
 Params = dict[str, Any]
-LOW_COVERAGE = "low coverage"  # the only badge of a conversation; others are of the machine or the model
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
+LOW_COVERAGE = "low coverage"  # the only badge about a conversation; others are about the machine or the model
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked when a message arrives
 
 
 @dataclass(frozen=True)
 class Stats:
     """The cost of one answer; None is a figure that was not measured.
 
-    ``read_share`` is the share of the stored tokens that a step read, on average, ``corrected_share`` the share of
-    (step, head) pairs in which a head was corrected, ``mean_cosine`` the mean cosine of a head's query to its last one.
-    ``coverage`` is the share of full attention that fell on the tokens read, averaged over heads, ``lowest_coverage``
-    its minimum; both cover the last mode and are None if it read everything. ``recall_ms_*`` and ``exposed_ms_*`` cover
-    the last steps in the last mode. ``extras`` are the mode's own figures since it was entered.
+    ``read_share`` is the share of the stored tokens that a step read, on average; ``corrected_share`` the share of
+    (step, head) pairs in which a head was corrected; ``mean_cosine`` the mean cosine between a head's successive
+    queries. ``coverage`` is the share of full attention that fell on the tokens read, averaged over heads, and
+    ``lowest_coverage`` its minimum; both cover the last mode and are None if it read everything. ``recall_ms_*`` and
+    ``exposed_ms_*`` cover the last steps in the last mode. ``extras`` are the mode's own figures since it was entered.
     """
 
     prompt_tokens: Count = 0
@@ -54,11 +54,11 @@ class Stats:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a comparison's run with the first one; None is a figure that was not measured.
+    """Agreement of a comparison's run with the first run; None is a figure that was not measured.
 
-    ``first_difference`` counts the equal tokens before the first different one, None if none differs. The other figures
+    ``first_difference`` counts the equal tokens before the first difference, None without one. The other figures
     compare ``tokens`` predictions of the next token after the first run's text: ``same_choice`` is the share for which
-    both find the same token likeliest, ``kl_*`` the Kullback-Leibler divergence of the run's distribution from the
+    both runs have the same likeliest token, ``kl_*`` the Kullback-Leibler divergence of the run's distribution from the
     first run's, in nats.
     """
 
@@ -74,7 +74,7 @@ class Run:
     """One answer of a comparison, in ``mode`` with all its ``params``; ``pieces`` has the text of each token.
 
     ``reason`` is as in ``Finished``. ``refusal`` says why the mode cannot be entered; then there is no answer.
-    ``agreement`` is None for the run that the others are compared with.
+    ``agreement`` is None for the first run, with which the others are compared.
     """
 
     mode: str
@@ -94,7 +94,7 @@ class Run:
 class Price:
     """The cost of entering ``mode`` now: it copies ``moved_bytes`` to the device and then takes ``device_bytes`` there.
 
-    ``seconds`` is an estimate from earlier fills or the link's rate; ``refusal`` says why it cannot be entered.
+    ``seconds`` is an estimate from earlier fills or the PCIe bandwidth; ``refusal`` says why it cannot be entered.
     """
 
     mode: str
@@ -106,7 +106,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVML's readings of a GPU in bytes, percent, degrees and watts; a missing one is None and drawn ``n/a``."""
+    """NVML's readings of a GPU in bytes, percent, degrees and watts; a missing one is None and shown as ``n/a``."""
 
     name: str
     used: Count | None = None
@@ -121,10 +121,10 @@ class Gpu:
 class ModeNeed:
     """A mode's K/V on the device, with its effective parameters; ``refusal`` says why it cannot be entered.
 
-    In freeze it is a maximum, because what freezes turns out later. In sync it assumes that the heads are measured, as
-    after the first long prompt; until then everything is held. Full mode with ``resident`` streams ``link_bytes`` for
-    every token once the conversation is as long as planned; a ``resident`` that nobody chose fills what the weights
-    named in the plan's ``beside`` leave of the device.
+    For freeze it is a maximum, because what freezes is only known later. For sync it assumes that the heads are
+    measured, as after the first long prompt; until then everything is held. Full mode with ``resident`` streams
+    ``link_bytes`` for every token once the conversation is as long as planned; unless the user sets ``resident``, it
+    fills the device memory left by the weights named in the plan's ``beside``.
     """
 
     device_bytes: Count
@@ -135,9 +135,9 @@ class ModeNeed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The choice that fits and gives up least, listed in ``gave_up``. ``budget`` is None in a mode without one.
+    """The choice that fits and gives up least, as listed in ``gave_up``. ``budget`` is None in a mode without one.
 
-    ``install`` is the command that installs packages for the quantization, empty if none is missing.
+    ``install`` is the command that installs packages for the quantization, "" if none is missing.
     """
 
     quantize: str
@@ -151,7 +151,7 @@ class Proposal:
 class StoredNeed:
     """The bytes of K/V while ``tokens`` are stored in the current ``mode``: on the device and in the host pool.
 
-    That memory has room for ``device_room`` and ``host_room`` tokens: it stays allocated for later ones.
+    The memory has room for ``device_room`` and ``host_room`` tokens, and stays allocated for later ones.
     """
 
     mode: str
@@ -171,19 +171,19 @@ class MemoryPlan:
 
     Attributes:
         weights: by quantization.
-        token_bytes: K/V of a token; the host pool takes ``host_share`` of it.
+        token_bytes: K/V of one token; the host pool takes ``host_share`` of it.
         unpacked: RAM for all weights that loading unpacks before it quantizes them again, else 0.
         packed: the size on disk of a checkpoint (not GGUF) with such weights, else 0.
         by_default: the quantization of such weights if none was requested, else none.
-        file_bits: bits of such a weight in the files, else 0.
+        file_bits: bits per such weight in the files, else 0.
         beside: the quantization that full mode's share of the device assumes: the requested one, else the proposed one.
         proposal: None if nothing fits.
-        floor_ms: by quantization, the time to read the weights for one token, the least that a token takes; empty
+        floor_ms: by quantization, the time to read the weights for one token, a lower bound for a token's time; empty
             without a measured rate.
-        stored: set while a model is loaded; its memory counts as free.
-        given: the options that the plan depends on and that were not left to kvchat, by name.
-        elsewhere: bytes of weights on GPUs other than the device, by quantization and GPU; ``others_free`` is what is
-            free there.
+        stored: set while a model is loaded; the model's memory counts as free.
+        given: the options set by the user that the plan depends on, by name.
+        elsewhere: bytes of weights on GPUs other than the device, by quantization and GPU; ``others_free`` is the free
+            memory there.
     """
 
     model: str
@@ -214,13 +214,13 @@ class MemoryPlan:
     others_free: dict[str, Count] = field(default_factory=dict)
 
     def on_device(self, quantize: str) -> int:
-        """Bytes of the weights on the device."""
+        """Return the bytes of the weights on the device."""
         return self.weights[quantize] - sum(self.elsewhere.get(quantize, {}).values())
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The memory ``plan`` for loading ``model``; None with the reason in ``refusal``."""
+    """The memory ``plan`` for loading ``model``, or None with the reason in ``refusal``."""
 
     model: str
     plan: MemoryPlan | None
@@ -231,10 +231,10 @@ class Planned:
 class ServerFigures:
     """A server's own figures, over all its users since it was started; None if it does not report one.
 
-    ``kind`` is its program, ``place`` its host and port. ``prompt_tokens`` and ``reused_tokens`` are those of the last
-    answer here. ``capacity`` is its room for K/V in tokens, of which ``used_share`` is taken. ``prefix_share`` is the
+    ``kind`` is the program, ``place`` its host and port. ``prompt_tokens`` and ``reused_tokens`` are those of the last
+    answer here. ``capacity`` is its room for K/V in tokens, ``used_share`` the share in use. ``prefix_share`` is the
     hit rate of its prefix cache, ``prefix_tokens`` the hits in tokens. ``host_*`` are the same for K/V in RAM.
-    ``drafts_share`` is the share of drafted tokens that was accepted. ``missing`` says why other figures are missing.
+    ``drafts_share`` is the share of drafted tokens that were accepted. ``missing`` says why other figures are missing.
     """
 
     kind: str
@@ -258,7 +258,7 @@ class ServerFigures:
     missing: str = ""
 
 
-# Letters of the ribbon's cells. A cell shows the state of most of its tokens; recalled wins over all others.
+# Letters of the ribbon's cells. A cell shows the state of most of its tokens; recalled overrides all others but pinned.
 RIBBON = {
     "S": "sink",
     "W": "window",
@@ -274,27 +274,27 @@ MAX_RIBBON_CELLS = 1024
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The KV manager's figures and what it did, read at most 10 times a second.
+    """The KV manager's figures and activity, read at most 10 times a second.
 
     Attributes:
-        active: tokens that the last step attended to, averaged over layers and KV heads.
-        is_prompt: that step was a prompt's, which attends to everything in every mode.
+        active: tokens that the last step read, averaged over layers and KV heads.
+        is_prompt: True if that step prefilled, which reads everything in every mode.
         ribbon: a letter of ``RIBBON`` for each cell of ``cell_tokens`` stored tokens.
         attended: a digit 0-9 for each cell: the share of its (layer, head, token) triples that the last step read.
         coverage: the current answer's, as in ``Stats``.
-        recall_ms_p50: percentiles of the copies in an answer's last 256 steps; ``exposed_ms_*``: of the time waited.
+        recall_ms_p50: percentiles over an answer's last 256 steps of the time to copy; ``exposed_ms_*``: to wait.
         recall_bytes_per_s: the rate since the last snapshot.
         extras: figures of the current mode only, in display order.
         prices: of the other modes.
         badges: warnings about how the engine runs: a few words, a colon, the reason.
-        process_bytes: the engine's RAM; ``kv_parked_bytes``: K/V of other conversations there.
-        state_bytes: of the recurrent state, ``snapshot_bytes``: of its snapshots; both are part of the K/V's bytes too.
+        process_bytes: the engine's RAM; ``kv_parked_bytes``: other conversations' K/V in RAM.
+        state_bytes: of the recurrent state; ``snapshot_bytes``: of its snapshots; the K/V bytes include both.
         preamble: tokens of the system prompt; ``pins``: of pinned messages that are read beyond the budget.
         device_room: tokens that fit in the device's slots; ``exact_room`` and ``rounded_room``: in the host pool's
             exact and 8-bit pages.
-        server: set if a server runs the model; what is read and held is unknown then.
+        server: set if a server runs the model, which hides what is read and held.
         auto: why kvchat chose this mode, if it did.
-        elsewhere: bytes of weights on GPUs without K/V; ``other_gpus``: the readings of these.
+        elsewhere: bytes of weights on GPUs without K/V; ``other_gpus``: the readings of these GPUs.
     """
 
     mode: str

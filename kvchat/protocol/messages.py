@@ -1,4 +1,4 @@
-"""Commands and events between the application and the engine: plain frozen data. ``protocol.wire`` sends them.
+"""Commands and events between the application and the engine: plain frozen data, sent by ``protocol.wire``.
 
 Commands go to the engine's stdin, events come from its stdout. Each ``Chat`` sends its whole conversation.
 """
@@ -17,10 +17,10 @@ from kvchat.errors import UsageError
 from kvchat.paths import BUNDLED
 from kvchat.protocol.figures import Count, Params, Planned, Run, Snapshot, Stats
 
-Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # of weights; auto: those of small files stay small
+Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # of weights; auto keeps packed files packed
 Split = Literal["layers", "heads"]  # what each of several GPUs gets: some layers, or some heads of every layer
 HostDtype = Literal["model", "int8"]  # of full pages in the host pool: the model's number format, or 8 bits
-TEMPERATURE = 0.7  # for a model that recommends none
+TEMPERATURE = 0.7  # for models that recommend none
 MAX_VARIANTS = 8
 MAX_LOGPROBS = 20
 MAX_NEEDLE_TOKENS = 10_000_000
@@ -38,12 +38,12 @@ class Turn:
     """One message.
 
     Attributes:
-        role: system, user, assistant, or tool for a tool's result. A single turn of the role text is a prompt without
-            the chat template, in which control tokens count as such.
-        pinned: every mode attends to it.
+        role: system, user, assistant, or tool for a tool's result. A single turn with the role text is a prompt without
+            the chat template, in which control tokens are recognized.
+        pinned: True if every mode reads it.
         at: when it was written, in seconds since the epoch, 0 if unknown; chat templates get the first turn's time.
-        thought: the tag that ends the thought before an answer, empty without one.
-        more: further fields for the chat template as a JSON object, empty for none: tool calls, or the id of the call
+        thought: the tag that ends the thought before an answer, "" without one.
+        more: further fields for the chat template as a JSON object, "" for none: tool calls, or the id of the call
             that is answered.
     """
 
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy, None the model's own."""
+    """How tokens are sampled; temperature 0 is greedy, None the model's own."""
 
     temperature: float | None = None
     top_k: int = 0
@@ -71,13 +71,13 @@ class Sampling:
     max_new_tokens: int = 512
 
     def seeded(self) -> Sampling:
-        """This sampling with a seed, drawn if it has none, so that all variants have the same random numbers."""
+        """Return this sampling with a seed, random if it has none, so that all variants use the same random numbers."""
         return self if self.seed is not None else replace(self, seed=secrets.randbelow(SEEDS))
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Limits for K/V of other conversations: ``parked_bytes`` in RAM, ``saved_bytes`` in ``folder``; 0 keeps none."""
+    """Limits for other conversations' K/V: ``parked_bytes`` in RAM, ``saved_bytes`` in ``folder``; 0 stores none."""
 
     parked_bytes: Count = 0
     saved_bytes: Count = 0
@@ -88,11 +88,11 @@ class Keeping:
 class Load:
     """Load a model in place of the current one; answered by ``Loading``* and ``Loaded``, or ``Failed``.
 
-    ``Stop`` cancels it. The current model stays until the other is ready, or is loaded again after a failure; after a
-    failure that is not fatal its ``Loaded`` follows.
+    ``Stop`` cancels it. The current model stays until the new one is ready, or is loaded again after a failure; its
+    ``Loaded`` then follows, unless the failure is fatal.
 
     Attributes:
-        given: values given at run time, by mode; a budget overrides every mode's, other values only that mode's.
+        given: values set at run time, by mode; a budget overrides every mode's, other values only that mode's.
         mode_params: the settings of each mode and of auto.
         force: load a model even if it does not fit.
         link_bytes_per_s: the measured rate of recall; ``read_bytes_per_s``: of reading the device's memory.
@@ -141,13 +141,13 @@ class Chat:
 
     Attributes:
         turns: end with a user turn, or with an assistant turn to continue.
-        conversation: its id; empty if its K/V are not to be kept, None for the stored one that the turns continue, or
-            else a new one.
+        conversation: its id; "" if its K/V are not stored afterwards, None for the stored conversation that the turns
+            continue, or a new one.
         variant: the mode to answer in; None keeps the current one.
         template_args: as in ``SetTemplateArgs``; None keeps the current ones.
         is_final: send text only when recovery can no longer withdraw it.
-        json_schema: a JSON schema that the answer must fit, empty for none.
-        top_logprobs: send each token's score and those of so many of the likeliest tokens; None for no scores.
+        json_schema: a JSON schema that the answer must match, "" for none.
+        top_logprobs: send each token's score and those of this many likeliest tokens; None for no scores.
     """
 
     turns: tuple[Turn, ...]
@@ -162,7 +162,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Tokenize the prompt that ``Chat`` would read for these turns; answered by ``Tokenized``, or ``Failed``."""
+    """Tokenize the prompt that ``Chat`` would prefill for these turns; answered by ``Tokenized``, or ``Failed``."""
 
     turns: tuple[Turn, ...]
     template_args: tuple[str, ...] | None = None
@@ -170,10 +170,10 @@ class Tokenize:
 
 @dataclass(frozen=True)
 class Resume:
-    """Make ``conversation`` the current one; answered by ``Noted``*, and by ``Resumed`` if some of its K/V were kept.
+    """Make ``conversation`` the current one; answered by ``Noted``*, and ``Resumed`` if some of its K/V are restored.
 
-    Its pinned turns that are stored are attended to from then on, also if it is the current one already. Without turns
-    it is new.
+    Its pinned turns that are stored are read from then on, even if it already is the current one. Without turns it is
+    new.
     """
 
     conversation: str
@@ -182,7 +182,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Forget:
-    """A conversation was deleted: drop its K/V; answered by nothing."""
+    """Drop the K/V of a conversation that was deleted; not answered."""
 
     conversation: str
 
@@ -219,7 +219,7 @@ class SetTemplateArgs:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Recompute exactly the K/V that were computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+    """Recompute exactly the K/V computed with reduced context; answered by ``Prefilled``* and ``Rebuilt``."""
 
 
 @dataclass(frozen=True)
@@ -255,15 +255,15 @@ class Loaded:
     """The model is ready.
 
     Attributes:
-        weights: how they are quantized, empty if they are not.
-        fast: the kinds of modules that are fused, empty for none.
+        weights: their quantization, "" without one.
+        fast: the kinds of fused modules, "" for none.
         template_variables: names that its chat template uses.
         server: the program that runs the model if it is not kvchat; it then decides which K/V are read.
         offers: what that program can do with K/V, in sentences.
         auto: as in ``Switched``.
-        takes_variables: variables of the chat template can be set.
-        calls: transformers' response template as JSON, which says how the model calls tools; empty if its chat template
-            has none or it is not known.
+        takes_variables: True if variables of the chat template can be set.
+        calls: transformers' response template as JSON, which says how the model calls tools; "" if its chat template
+            has none or it is unknown.
     """
 
     model: str
@@ -294,7 +294,7 @@ class Loaded:
 class Resumed:
     """K/V of ``tokens`` tokens of a conversation were restored from ``where`` (memory or disk) in ``seconds``.
 
-    An empty ``where``: the conversation is the current one still.
+    ``where`` is empty if the conversation already was the current one.
     """
 
     conversation: str
@@ -305,17 +305,17 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Noted:
-    """A line that a person should read; work continues."""
+    """A line for the user to read; work continues."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """Prefill begins: of ``prompt_tokens`` in all ``reused_tokens`` were stored; both are 0 until a server counts them.
+    """Prefill begins; ``reused_tokens`` of ``prompt_tokens`` were stored. Both are 0 until a server counts them.
 
-    If the prompt ends inside a thought, ``thought`` is the tag that ends it, else empty. ``tags`` are the model's own
-    tags that begin one.
+    If the prompt ends inside a thought, ``thought`` is the tag that ends it, else "". ``tags`` are the model's own tags
+    that begin a thought.
     """
 
     prompt_tokens: Count
@@ -334,7 +334,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Preparing:
-    """The first steps in ``mode`` on a GPU take long: kernels are compiled and a graph is captured."""
+    """The first steps in ``mode`` on a GPU take long: kernels are compiled and a CUDA graph is captured."""
 
     mode: str
 
@@ -343,7 +343,7 @@ class Preparing:
 class Score:
     """A token of an answer with its log-probability, and the likeliest tokens in its place with theirs.
 
-    They are the model's own, before temperature, penalties and the like.
+    The probabilities are the model's own, before temperature and penalties.
     """
 
     token: str
@@ -353,7 +353,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Text:
-    """Text decoded since the last ``Text`` (at most 30 a second), from ``tokens`` tokens; ``scores`` if requested."""
+    """Text decoded since the last ``Text`` (at most 30 per second), from ``tokens`` tokens; ``scores`` if requested."""
 
     text: str
     tokens: Count
@@ -397,9 +397,9 @@ class Finished:
 class Switched:
     """The mode changed between two tokens; no stored byte changed. ``moved_bytes`` went to the device in ``seconds``.
 
-    ``reduced_tokens`` counts the stored tokens whose K/V were computed while a mode attended to less than everything.
-    ``params`` are the effective ones; ``given`` are those given at run time so far, as in ``Load``. If kvchat chooses
-    the mode, ``auto`` says in a line which one and why.
+    ``reduced_tokens`` counts the stored tokens whose K/V were computed with reduced context. ``params`` are the
+    effective parameters; ``given`` are those set at run time so far, as in ``Load``. If kvchat chooses the mode,
+    ``auto`` says in one line which mode and why.
     """
 
     before: str
@@ -432,7 +432,7 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class NeedleHidden:
-    """``turns`` end with the question; a right answer contains ``fact`` within ``tokens`` tokens."""
+    """A needle test: ``turns`` end with the question; a right answer contains ``fact`` within ``tokens`` tokens."""
 
     turns: tuple[Turn, ...]
     fact: str
@@ -457,10 +457,10 @@ class Peeked:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command failed; the stored tokens stay. ``kind`` is the error's class, ``fatal``: no model is loaded now.
+    """A command failed; stored tokens stay. ``kind`` is the error's class; ``fatal`` means that no model is loaded.
 
-    ``tokens`` is the length of a prompt that does not fit, else 0. ``aside``: the answer, comparison, rebuild or load
-    that was asked for meanwhile goes on.
+    ``tokens`` is the length of a prompt that does not fit, else 0. ``aside`` means that the answer, comparison, rebuild
+    or load that is in progress continues.
     """
 
     title: str
@@ -479,7 +479,7 @@ class Watch:
     details: bool
 
 
-InAnswer = Stop | Switch | KeepPages | Peek | Watch  # done between two tokens
+InAnswer = Stop | Switch | KeepPages | Peek | Watch  # executed between two tokens
 
 
 @dataclass(frozen=True)
@@ -505,7 +505,7 @@ AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | F
 
 @dataclass(frozen=True)
 class RecallBin:
-    """``steps`` whose recall took this long; the milliseconds that work hid and that the model waited, in total."""
+    """``steps`` whose recall took this long, and their total milliseconds hidden and exposed."""
 
     steps: Count = 0
     hidden_ms: Milliseconds = 0.0
@@ -516,8 +516,8 @@ class RecallBin:
 class Details:
     """Token counts by layer and KV head, of ``total`` stored tokens, and a histogram of recall in the last 256 steps.
 
-    ``read`` counts the tokens that the last step's attention read, ``held`` those in slots. ``recall`` has one bin more
-    than ``RECALL_EDGES_MS``, or none if nothing was recalled. ``pcie_*`` are bytes per second by NVML, None without it.
+    ``read`` counts the tokens that the last step read, ``held`` those in slots. ``recall`` has one more bin than
+    ``RECALL_EDGES_MS``, or none if nothing was recalled. ``pcie_*`` are bytes per second from NVML, None without it.
     """
 
     total: Count
@@ -533,9 +533,9 @@ Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Deta
 
 @dataclass(frozen=True)
 class Comparing:
-    """The variant ``index`` has answered ``text`` of ``tokens`` tokens so far.
+    """The variant ``index`` has generated ``text``, of ``tokens`` tokens, so far.
 
-    ``checked`` counts the tokens of the first answer that were fed to it since, to compare its predictions of each.
+    ``checked`` counts the tokens of the first answer that were since fed to it, to compare their predictions.
     """
 
     index: Count
@@ -546,7 +546,7 @@ class Comparing:
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison is over: a run for each variant, in order; fewer if it was stopped."""
+    """The comparison ended: one run for each variant, in order; fewer if it was stopped."""
 
     runs: tuple[Run, ...]
     prompt_tokens: Count = 0
@@ -554,14 +554,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Asked:
-    """The next question of a recording; its answer follows. The application asks it as if a person had."""
+    """The next question of a recording; its answer follows. The application shows it as if the user had asked it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The recording, ``seconds`` long, is over."""
+    """The recording, ``seconds`` long, ended."""
 
     seconds: float
 

@@ -1,6 +1,6 @@
 """Recordings of an engine's events with their times, as JSON lines, optionally gzipped.
 
-The first line is ``{"format": "kvchat-recording", "version": 1, "kvchat": "0.1.0"}``. Each of the others is
+The first line is ``{"format": "kvchat-recording", "version": 1, "kvchat": "0.1.0"}``. Each other line is
 ``[seconds, message]``: the time since the recording began, which never decreases, and the event as the protocol sends
 it, with its ``type``. A question is recorded as the event ``Asked``, so that a recording contains the whole
 conversation and plays without a model.
@@ -23,7 +23,7 @@ from kvchat.protocol import wire
 from kvchat.protocol.messages import Asked, Chat, Command, Event
 
 FORMAT, VERSION = "kvchat-recording", 1
-MAX_BYTES = 64 * 2**20  # unpacked: about an hour of answers
+MAX_BYTES = 64 * 2**20  # uncompressed: about an hour of answers
 GZIP = b"\x1f\x8b"
 
 
@@ -60,12 +60,12 @@ class Recorder:
             raise files.unwritable(path, error, "Record to another file.") from None
 
     def note_command(self, command: Command) -> None:
-        """Record a question; the other commands show in their events."""
+        """Record a question; other commands show in the events that answer them."""
         if isinstance(command, Chat):
             self.note(Asked(next((turn.content for turn in reversed(command.turns) if turn.role == "user"), "")))
 
     def note(self, event: Event) -> None:
-        """Record an event; the recording ends on a full disk or near ``MAX_BYTES``."""
+        """Record an event; the recording ends if the disk is full or ``MAX_BYTES`` is near."""
         if self._ended:
             return
         try:

@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 def encode(message: Message) -> bytes:
-    """A message with its length prefix; a lone surrogate in a text becomes ``?``.
+    """Encode a message with its length prefix; a lone surrogate in a text becomes ``?``.
 
     Raises:
         ValueError: it contains something that JSON cannot represent.
@@ -39,7 +39,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_command(body: bytes) -> Command:
-    """The command in ``body`` (without its length prefix).
+    """Return the command in ``body`` (without its length prefix).
 
     Raises:
         ValueError: it is not JSON of a command with fields of the right types.
@@ -54,7 +54,7 @@ def decode_event(body: bytes) -> Event:
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """The body of the next message from a blocking stream; None at the stream's end.
+    """Return the body of the next message from a blocking stream; None at the stream's end.
 
     Raises:
         ValueError: the stream does not speak the protocol.
@@ -68,7 +68,7 @@ def read(stream: BinaryIO) -> bytes | None:
 
 
 def parse_length(header: bytes) -> int:
-    """The length in a 4-byte prefix.
+    """Return the length in a 4-byte prefix.
 
     Raises:
         ValueError: it is more than ``MAX_MESSAGE_BYTES``, so the stream is something else.

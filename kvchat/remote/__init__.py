@@ -1,1 +1,1 @@
-"""The client of other model servers: recognizes, uses and measures them, without torch."""
+"""The client of other model servers: detects, uses and measures them, without torch."""

@@ -1,4 +1,4 @@
-"""One answer of a server: turns the frames of its stream into events, and their counts into the receipt."""
+"""One answer of a server: turns the frames of its stream into events, and its counts into the receipt."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvchat.protocol.messages import Event, Finished, Prefilled, Sampling, Start
 from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, TRANSFORMERS, VLLM, whole
 
 THOUGHT = "<think>"
-RECENT = 32  # frames that the speed is measured over
-TIMED_S = 0.1  # the least time that gives a speed: frames may arrive together
+RECENT = 32  # frames over which the speed is measured
+TIMED_S = 0.1  # minimum duration for measuring a speed, because frames may arrive together
 OPENAI_FIELDS = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
 REPETITION_PENALTY = {LLAMA: "repeat_penalty"}  # other programs call it repetition_penalty
 TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS, KVCHAT)
-CONTINUING = (VLLM, SGLANG)  # continue an answer only if told to; llama-server does so by itself
+CONTINUING = (VLLM, SGLANG)  # continue an answer only on request; llama-server always does
 
 
 def request(
     kind: str, model: str, turns: Sequence[Turn], sampling: Sampling, template_args: Sequence[str]
 ) -> dict[str, Any]:
-    """The openai library's arguments for an answer to the last turn, or for more of it.
+    """Return the openai library's arguments for an answer to the last turn, or its continuation.
 
-    Sampling values that are kvchat's defaults are left to the server.
+    Sampling values equal to kvchat's defaults are left to the server.
     """
     extra: dict[str, Any] = {}
     arguments: dict[str, Any] = {
@@ -54,7 +54,7 @@ def request(
 
 
 def _content(turn: Turn, is_last: bool) -> str:
-    """A message without its thought, which templates drop too; the last message keeps one that is to be continued."""
+    """Return a message without its thought, which templates drop too, unless the thought is to be continued."""
     if turn.role != "assistant":
         return turn.content
     said = thoughts.split(turn.content, turn.thought)[1]
@@ -62,14 +62,14 @@ def _content(turn: Turn, is_last: bool) -> str:
 
 
 def open_thought(turn: Turn) -> str:
-    """The tag that ends the thought which a message ends inside; empty if it does not end inside one."""
+    """Return the tag that ends the thought inside which a message ends, or ""."""
     begun = thoughts.begun_with(turn.content)
     end = turn.thought or (thoughts.end_of(begun) if begun else "")
     return end if turn.role == "assistant" and end not in turn.content else ""
 
 
 class Answer:
-    """An answer as it arrives; ``within`` as ``open_thought``, ``clock`` in seconds."""
+    """An answer as it arrives; ``within`` comes from ``open_thought``, ``clock`` is in seconds."""
 
     def __init__(self, sampling: Sampling, within: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._sampling, self._clock = sampling, clock
@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def total(self) -> int:
-        """Tokens of prompt and answer; 0 until the server reports those of the prompt."""
+        """Tokens of prompt and answer; 0 until the server reports the prompt's."""
         return self.prompt_tokens + self.tokens if self.prompt_tokens else 0
 
     @property
@@ -94,7 +94,7 @@ class Answer:
 
     @property
     def recent_tokens_per_s(self) -> float | None:
-        """The speed of the last tokens; None if there are too few."""
+        """Tokens per second over the last frames; None if there are too few."""
         (begun, before), (now, tokens) = (self._stamps[0], self._stamps[-1]) if self._stamps else ((0.0, 0), (0.0, 0))
         return (tokens - before) / (now - begun) if now - begun >= TIMED_S else None
 
@@ -103,7 +103,7 @@ class Answer:
         return _rate(self._timings.get("prompt_per_second"))
 
     def take(self, frame: Any) -> Iterator[Event]:
-        """The events of one frame.
+        """Yield the events of one frame.
 
         Raises:
             AttributeError, TypeError, ValueError, KeyError: its form is invalid.
@@ -119,7 +119,7 @@ class Answer:
     def _count(self, usage: Any, timings: Any, progress: Any) -> Iterator[Event]:
         if timings:
             self._timings = timings
-            if (cached := timings.get("cache_n")) is not None:  # without it the prompt's length is unknown
+            if (cached := timings.get("cache_n")) is not None:  # otherwise the prompt's length is unknown
                 self.reused_tokens = whole(cached)
                 self.prompt_tokens = self.reused_tokens + whole(timings.get("prompt_n"))
             if (predicted := timings.get("predicted_n")) is not None:
@@ -137,7 +137,7 @@ class Answer:
         yield from self._start()
 
     def _note_tokens(self, tokens: int) -> None:
-        """Use the server's count; without one each frame counts as a token, which is nearly always right."""
+        """Use the server's count; without it each frame counts as one token, which is nearly always right."""
         self.tokens, self._is_counted = max(tokens, self.tokens), True
 
     def _start(self) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 """A server's own figures, from the Prometheus metrics of vLLM, SGLang and llama-server.
 
 Names are those of vLLM 0.32, SGLang 0.5.23 and llama.cpp of October 2026. The parser removes ``_total`` from some
-counters' names and adds it to others', so samples are looked up without it.
+counters' names and adds it to others, so samples are looked up without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvchat.protocol.figures import ServerFigures
 from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
 
-LEAST_S = 0.5  # between two readings of a counter that give a rate
+LEAST_S = 0.5  # least time between two readings of a counter to compute a rate
 UNAVAILABLE = {
     LLAMA: "needs llama-server --metrics",
     SGLANG: "needs SGLang's --enable-metrics",
@@ -29,7 +29,7 @@ NONE = "the server has no metrics"
 
 
 class Samples:
-    """The samples of one reading by name, without ``_total``; with several engines or GPUs a name has several."""
+    """The samples of one reading by name, without ``_total``; several engines or GPUs give several per name."""
 
     def __init__(self, text: str) -> None:
         """
@@ -46,11 +46,11 @@ class Samples:
         return [value for own, value in found if labels.items() <= own.items() and 0 <= value < 2**63]
 
     def sum(self, *names: str, **labels: str) -> float | None:
-        """The sum over the first of the names that has samples; None if none has."""
+        """Return the sum of the samples of the first name that has any, or None."""
         return next((sum(values) for name in names if (values := self.of(name, **labels))), None)
 
     def mean(self, *names: str) -> float | None:
-        """The mean over the first of the names that has samples; None if none has."""
+        """Return the mean of the samples of the first name that has any, or None."""
         return next((mean(values) for name in names if (values := self.of(name))), None)
 
     def labels(self, name: str) -> list[dict[str, str]]:
@@ -58,7 +58,7 @@ class Samples:
 
 
 class MetricsReader:
-    """Reads a server's figures; a rate needs two readings. ``clock`` in seconds."""
+    """Reads a server's figures; a rate needs two readings. ``clock`` is in seconds."""
 
     def __init__(
         self, kind: str, address: Address, http: httpx2.AsyncClient, clock: Callable[[], float] = time.monotonic
@@ -68,7 +68,7 @@ class MetricsReader:
         self._rate: float | None = None
 
     async def read(self) -> ServerFigures:
-        """The current figures; if they cannot be read, ``missing`` says why."""
+        """Return the current figures; if they cannot be read, ``missing`` says why."""
         empty = ServerFigures(self._kind, self._address.place)
         if self._kind not in FIGURES:
             return replace(empty, missing=NONE)
@@ -88,7 +88,7 @@ class MetricsReader:
         return replace(figures, tokens_per_s=speed)
 
     def _speed(self, generated: float | None) -> float | None:
-        """Tokens per second for all users since the last reading; None at the first."""
+        """Return tokens per second for all users since the last reading; None at the first reading."""
         now = self._clock()
         if generated is None:
             return None
@@ -120,7 +120,7 @@ def _of_vllm(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, f
 
 
 def _blocks(caches: Iterable[dict[str, Any]]) -> int | None:
-    """The tokens that the blocks of all of vLLM's engines can hold."""
+    """Return how many tokens the blocks of all of vLLM's engines can hold."""
     sizes = [(cache.get("num_gpu_blocks", ""), cache.get("block_size", "")) for cache in caches]
     return sum(int(blocks) * int(size) for blocks, size in sizes if blocks.isdecimal() and size.isdecimal()) or None
 
@@ -162,7 +162,7 @@ FIGURES: dict[str, Callable[[Samples, ServerFigures], tuple[ServerFigures, float
     LLAMA: _of_llama,
     KVCHAT: partial(_of_llama, prefix="kvchat"),
 }
-"""The figures in the samples, and how many tokens the server has generated."""
+"""Functions that return the figures in the samples, and how many tokens the server has generated."""
 
 
 def _count(value: float | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Model servers: their addresses and keys, which program answers there, its models, and what it can do with K/V.
+"""Model servers: their addresses and keys, the program that answers, its models, and what it can do with K/V.
 
 Each HTTP request takes at most ``PROBE_S``. Responses may have any form.
 """
@@ -25,14 +25,14 @@ from kvchat.paths import is_server
 from kvchat.protocol.messages import RESERVED
 
 PROBE_S = 2.0
-MAX_SAID = 300  # characters of an unexpected response that are shown
+MAX_SAID = 300  # characters of an unexpected response to show
 KEY = "KVCHAT_API_KEY"
 USUAL = tuple(f"http://127.0.0.1:{port}" for port in (8080, 9931, 8000, 30000, 11434, 1234))
 """The default addresses of llama-server (old and new), vLLM, SGLang, Ollama and LM Studio."""
 LLAMA, VLLM, SGLANG, OLLAMA, LM_STUDIO = "llama-server", "vLLM", "SGLang", "Ollama", "LM Studio"
 TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-compatible server"
 OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
-"""Programs by the ``owned_by`` of the models that they list."""
+"""Programs by ``owned_by`` in their list of models."""
 OFFERS = {
     LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in RAM; --cache-ram MIB keeps"
     " whole prompts there.",
@@ -44,12 +44,12 @@ OFFERS = {
     LM_STUDIO: "Its model settings choose the bits of the K/V and whether they stay on the GPU.",
     KVCHAT: "Its mode is chosen when it is started, by --mode and --budget.",
 }
-"""What a program can do with K/V, and the options for it."""
+"""What each program can do with K/V, and the options for it."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """``base`` ends with ``/v1``, ``root`` is without it; ``model`` is empty if the address names none."""
+    """A server's address: ``base`` ends with ``/v1``, ``root`` does not; ``model`` is "" if the address names none."""
 
     root: str
     base: str
@@ -57,7 +57,7 @@ class Address:
 
     @property
     def place(self) -> str:
-        """Host and port, for people."""
+        """Host and port, to show."""
         return urlsplit(self.root).netloc
 
     def name(self, model: str) -> str:
@@ -66,9 +66,9 @@ class Address:
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server. ``context`` (in tokens), ``parameters`` and ``nbytes`` are 0, ``weights`` empty if unknown.
+    """A model on a server. Unknown ``context`` (in tokens), ``parameters`` and ``nbytes`` are 0, ``weights`` is "".
 
-    ``template_variables`` are names that its chat template uses, if they are known.
+    ``template_variables`` are names that its chat template uses, if known.
     """
 
     id: str
@@ -90,11 +90,11 @@ class Server:
 
     @property
     def offers(self) -> str:
-        """What it can do with K/V, in sentences; empty if unknown."""
+        """What it can do with K/V, in sentences; "" if unknown."""
         return OFFERS.get(self.kind, "")
 
     def choose(self) -> Served:
-        """The model that the address names, else one that is loaded, else the first.
+        """Return the model that the address names, else one that is loaded, else the first.
 
         Raises:
             ModelError: there is none.
@@ -117,10 +117,10 @@ class NotReadyError(EngineError):
 
 
 def parse(text: str) -> Address:
-    """The address ``http://host:port[/v1[/chat/completions]][#model]``.
+    """Parse an address ``http://host:port[/v1[/chat/completions]][#model]``.
 
     Raises:
-        UsageError: it is invalid, or contains a password, which lists of processes and conversations would show.
+        UsageError: it is invalid, or contains a password, which process lists and conversations would show.
     """
     url, _, model = text.strip().partition("#")
     url = re.sub(r"/(chat/)?completions/?$", "", url)  # some servers print the whole URL
@@ -138,7 +138,7 @@ def parse(text: str) -> Address:
 
 
 def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
-    """The key for a server, from its line in the file of keys, else from the environment; "" without one.
+    """Return the key for a server from the keys file, else from the environment; "" without one.
 
     Raises:
         UsageError: others may read the file, it is not a list of keys, or the key cannot be sent; no error shows a key.
@@ -160,7 +160,7 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     if not isinstance(key, str):
         raise UsageError(f"The key of {address.root} in {file} is not text.", hint=EXAMPLE)
     key = key.strip()  # a newline may have been copied with it
-    if not (key.isascii() and key.isprintable()):  # libraries would show the header that they refuse
+    if not (key.isascii() and key.isprintable()):  # otherwise libraries would show the header in their error
         raise UsageError(
             f"The key of {address.root} cannot be sent.",
             "It has characters that are not printable ASCII.",
@@ -169,15 +169,15 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     return key
 
 
-OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # given to every template by programs that render them
+OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # passed to every template by the programs that render it
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 
 def client(address: Address, key: str | None = None) -> httpx2.AsyncClient:
-    """A client that sends ``key``, by default ``key_of``, and follows no redirect with it.
+    """Return a client that sends ``key``, by default ``key_of``, and never to a redirected address.
 
     Raises:
-        UsageError: as ``key_of``.
+        UsageError: the same as ``key_of``.
     """
     key = key_of(address) if key is None else key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -188,8 +188,8 @@ async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
     """Find out which program answers at an address, and its models.
 
     Raises:
-        NotReadyError: it is loading its model; EngineError: nothing answers; UsageError: it requires a key, or does not
-            list models as OpenAI's API does.
+        NotReadyError: it is loading its model; EngineError: nothing answers; UsageError: it requires a key, or its list
+            of models does not follow OpenAI's API.
     """
     listed = await _listed(address, http)
     kind = next((OWNERS[owner] for entry in listed if (owner := entry.get("owned_by")) in OWNERS), "")
@@ -215,12 +215,12 @@ Found = Server | tuple[str, KvchatError]
 
 
 async def find(addresses: Iterable[str]) -> list[Found]:
-    """The servers at several addresses; for an address without a server, the address and the error."""
+    """Return the servers at several addresses; without a server, the address and the error."""
     return list(await asyncio.gather(*map(_probe, addresses)))
 
 
 async def find_usual(others: Iterable[str]) -> list[Found]:
-    """The servers at ``USUAL`` addresses other than ``others``; the environment's key is not sent to them."""
+    """Return the servers at ``USUAL`` addresses other than ``others``; the environment's key is not sent to them."""
     found = await asyncio.gather(*(_probe(text, is_named=False) for text in USUAL if text not in others))
     return [each for each in found if isinstance(each, Server) or not isinstance(each[1], EngineError)]
 
@@ -235,7 +235,7 @@ async def _probe(text: str, is_named: bool = True) -> Found:
 
 
 async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:
-    """The entries of the server's list of models that have an id."""
+    """Return the entries of the server's list of models that have an id."""
     try:
         reply = await http.get(f"{address.base}/models")
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
@@ -247,7 +247,7 @@ async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, 
     body = _json(reply) if reply.is_success else {}
     entries = body.get("data")
     if entries is None and body.get("object") == "list":
-        entries = []  # Ollama without a model
+        entries = []  # Ollama without models
     if not isinstance(entries, list):
         raise UsageError(
             f"{address.root} is not a model server.",
@@ -258,7 +258,7 @@ async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, 
 
 
 async def _get(http: httpx2.AsyncClient, url: str) -> dict[str, Any]:
-    """The JSON object at an address; empty without one."""
+    """Return the JSON object at a URL, or {}."""
     try:
         reply = await http.get(url)
     except httpx2.HTTPError:
@@ -291,7 +291,7 @@ def _model(entry: Mapping[str, Any]) -> Served:
 
 
 def _of_llama(listed: list[dict[str, Any]], props: Mapping[str, Any]) -> tuple[Served, ...]:
-    """The models with the context of one slot, because the slots share the context in the list."""
+    """Return the models with the context of one slot, because the slots share the context in the list."""
     settings = props.get("default_generation_settings")
     of_slot = whole(settings.get("n_ctx")) if isinstance(settings, dict) and len(listed) == 1 else 0
     names = variables(props.get("chat_template")) if of_slot else ()
@@ -302,7 +302,7 @@ def _of_llama(listed: list[dict[str, Any]], props: Mapping[str, Any]) -> tuple[S
 
 
 def variables(template: Any) -> tuple[str, ...]:
-    """The variables that a chat template uses, without those that every template gets; the template is not rendered."""
+    """Return the variables that a chat template uses, without those that every template gets; it is not rendered."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         parsed = environment.parse(template if isinstance(template, str) else "")
@@ -342,17 +342,17 @@ def _by_id(entries: Any, name: str) -> dict[str, dict[str, Any]]:
 
 
 def whole(value: Any) -> int:
-    """A server's number as a count; 0 for anything else."""
+    """Return a server's number as a count, or 0 for anything else."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0
 
 
 def said(reply: httpx2.Response) -> str:
-    """The message of an error response, in any server's form."""
+    """Return the message of an error response, in any server's form."""
     return words_of(_json(reply)) or " ".join(reply.text.split())[:MAX_SAID]
 
 
 def words_of(body: Any) -> str:
-    """The message in the body of an error response; "" without one."""
+    """Return the message in the body of an error response, or ""."""
     while isinstance(body, dict):
         body = next((body[name] for name in ("error", "message", "detail") if body.get(name)), "")
     return str(body)[:MAX_SAID] if body else ""
@@ -367,7 +367,7 @@ def unreachable(address: Address, error: Exception) -> EngineError:
 
 
 def key_refused(address: Address, words: str) -> UsageError:
-    """The error for a missing or wrong key."""
+    """Return the error for a missing or wrong key."""
     file = paths.server_keys_file()
     return UsageError(
         f"{address.root} needs a valid key.",

@@ -1,7 +1,7 @@
-"""A session with a server's model, used by the engine's process and ``kvchat ask`` in place of one with torch.
+"""A session with a server's model, which the engine process and ``kvchat ask`` use instead of a local session.
 
-The server stores the K/V and decides which are read; each answer sends the whole conversation, of which the server may
-have a prefix in its cache. The connection is on an event loop in a thread of its own, so that a stop closes it in any
+The server stores the K/V and decides which are read. Each answer sends the whole conversation; the server may have a
+prefix of it in its cache. The connection runs in an event loop on its own thread, so that a stop can close it in any
 state.
 """
 
@@ -32,15 +32,15 @@ from kvchat.units import count
 T = TypeVar("T")
 MODE = "server"  # in place of a mode's name
 POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 0.9, 1.0
-STALE_S, FIRST_S = 3.0, 0.3  # if the figures are older than the first, the second is waited for new ones
+STALE_S, FIRST_S = 3.0, 0.3  # if figures are older than the first, wait up to the second for new ones
 CONNECT_S = 5.0
-SILENCE_S = 3600.0  # a CPU may process a long prompt for half an hour, without a word
+SILENCE_S = 3600.0  # a CPU may process a long prompt for half an hour without sending anything
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
-USUAL = ("stop", "length")  # reasons to end; other reasons are a filter, a tool call or a server's shutdown
-NO_KEY = "none"  # the openai library requires one
-OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library reads them from variables meant for OpenAI
+USUAL = ("stop", "length")  # reasons to end; others are a filter, a tool call or a server's shutdown
+NO_KEY = "none"  # because the openai library requires one
+OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library sets them from variables meant for OpenAI
 DECIDES = "The server decides how K/V are stored and read."
 
 
@@ -74,7 +74,7 @@ def open_session(load: Load, progress: Callable[[str], None] = lambda stage: Non
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop on its own thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -86,10 +86,10 @@ class Loop:
         try:
             return future.result()
         finally:
-            future.cancel()  # if waiting was interrupted
+            future.cancel()  # needed if waiting was interrupted
 
     def begin(self, work: Coroutine[Any, Any, None], patience_s: float = 0.0) -> Callable[[], object]:
-        """Begin ``work`` and wait up to ``patience_s`` for its end; return a function that cancels it."""
+        """Start ``work`` and wait up to ``patience_s`` for its end; return a function that cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         with suppress(TimeoutError):
             future.result(patience_s)
@@ -113,7 +113,7 @@ class Loop:
 
 
 class RemoteSession:
-    """Answers like ``kvchat.engine.session.Session``; methods that need a local model raise.
+    """Answers like ``kvchat.engine.session.Session``; methods that need a local model raise UsageError.
 
     Any thread may call ``cancel``.
     """
@@ -136,7 +136,7 @@ class RemoteSession:
             api_key=servers.key_of(self._address) or NO_KEY,
             http_client=http,
             timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S),
-            default_headers=dict.fromkeys(OF_OPENAI, openai.Omit()),  # type: ignore[arg-type]  # it takes them off
+            default_headers=dict.fromkeys(OF_OPENAI, openai.Omit()),  # type: ignore[arg-type]  # removes them
         )
         self._reader = MetricsReader(server.kind, self._address, http)
         self._figures = ServerFigures(server.kind, self._address.place)
@@ -188,7 +188,7 @@ class RemoteSession:
                     between(answer.tokens)
                     continue
                 if frame is OVER or (answer.finish_reason and isinstance(frame, Exception)):
-                    break  # the text is whole, even if the connection died before the counts
+                    break  # the text is complete, even if the connection broke before the counts
                 if isinstance(frame, Exception):
                     raise explained(frame, self._address, self._model.id, answer.is_started)
                 try:
@@ -207,7 +207,7 @@ class RemoteSession:
     async def _read(self, arguments: dict[str, Any], frames: SimpleQueue[Any]) -> None:
         """Put the frames of an answer into ``frames``, then ``OVER`` or the error."""
         try:
-            async with asyncio.timeout(SILENCE_S):  # else the library asks twice more after each silence
+            async with asyncio.timeout(SILENCE_S):  # otherwise the library retries twice after each silence
                 stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
                 async for frame in stream:
@@ -222,18 +222,18 @@ class RemoteSession:
         self._frames.put(OVER)  # wakes ``_events``
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """The server finds K/V by the conversation's beginning."""
+        """Do nothing: the server finds K/V by the conversation's beginning."""
         self._answer = Answer(Sampling())
         return iter(())
 
     def forget(self, conversation: str) -> None:
-        """The server keeps K/V as it likes."""
+        """Do nothing: the server decides which K/V it keeps."""
 
     def set_template_args(self, args: Sequence[str]) -> str:
-        """Give the server's chat template these variables, ``KEY=VALUE``; return a line about it.
+        """Set the variables of the server's chat template, ``KEY=VALUE``; return a message about it.
 
         Raises:
-            UsageError: one has another form, or the server accepts none.
+            UsageError: one is malformed, or the server accepts none.
         """
         parse_args(args)
         if args and not self._takes_variables:
@@ -241,10 +241,10 @@ class RemoteSession:
         self._template_args = tuple(args)
         return f"From the next question on, the server's template gets: {', '.join(args) or 'nothing'}."
 
-    # ---- what needs a local model
+    # ---- methods that need a local model
 
     def refuse(self) -> UsageError:
-        """The error of methods that need a local model."""
+        """Return the error of methods that need a local model."""
         return UsageError(DECIDES, self._server.offers, INSTEAD)
 
     def switch(self, *_: Any, **__: Any) -> Any:
@@ -290,7 +290,7 @@ class RemoteSession:
         )
 
     def snapshot(self) -> Snapshot:
-        """Figures of the last answer, and the server's own as they were last read by ``details``."""
+        """Return the last answer's figures, and the server's own as last read by ``details``."""
         answer = self._answer
         total = answer.total
         figures = replace(
@@ -313,7 +313,7 @@ class RemoteSession:
         )
 
     def details(self) -> Details:
-        """Only the total; also reads the server's figures for the next snapshot, once a second."""
+        """Return only the total; also read the server's figures for the next snapshot, once a second."""
 
         async def sample() -> None:
             self._figures = await self._reader.read()
@@ -334,7 +334,7 @@ class RemoteSession:
 
 
 def explained(error: Exception, address: Address, model: str, has_begun: bool) -> KvchatError:
-    """The error for a failure before the answer or after it ``has_begun``, with the server's words and numbers."""
+    """Return the error for a failure before or, if ``has_begun``, during the answer, with the server's message."""
     match error:
         case openai.APIStatusError():
             return _refused(error, address, model)
@@ -353,11 +353,11 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
     )
 
 
-AGAIN = "Ask again once the server is back; in a chat /continue goes on where the answer broke off."
+AGAIN = "Ask again when the server is back; in a chat, /continue resumes the interrupted answer."
 
 
 def broken_off(address: Address, reason: str) -> EngineError:
-    """The error for a connection that ended before the answer."""
+    """Return the error for a connection that broke before the answer was complete."""
     return EngineError(f"The connection to {address.place} broke in the middle of the answer.", reason, AGAIN)
 
 
@@ -378,7 +378,7 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
             )
         case 429 | 503:
             return EngineError(f"{address.place} is busy.", said, "Ask again in a moment.")
-    hint = "The messages of the server may say more."
+    hint = "The server's log may say more."
     return EngineError(f"{address.place} refused the question: HTTP {error.status_code}.", said, hint)
 
 

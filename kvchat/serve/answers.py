@@ -1,4 +1,4 @@
-"""The engine's events as response bodies, whole or streamed."""
+"""Turns the engine's events into response bodies, whole or streamed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import AnswerEvent, Finished, Resumed, Score, Started, Text
 
 REASONS = {"eos": "stop", "stop": "stop", "stopped": "stop", "length": "length", "context": "length"}
-CALLS, CONTENT = "tool_calls", "content"  # fields of a message, and of transformers' form
+CALLS, CONTENT = "tool_calls", "content"  # fields of a message, and of transformers' response template
 Json = dict[str, Any]
 
 
 class Calls:
-    """Separates calls of ``tools`` from the text around them, by transformers' parser and its ``form`` for them.
+    """Separates calls of ``tools`` from the text around them, using transformers' parser with the template ``form``.
 
     The parser gets one character at a time, so that a streamed answer has the same text and calls as a whole one. With
-    ``once`` calls after the first are left out, as in vLLM: the model decides how many it writes.
+    ``once``, calls after the first are left out, as in vLLM, because the model decides how many it writes.
     """
 
     def __init__(self, form: str, tools: Sequence[Json], once: bool = False) -> None:
@@ -30,13 +30,13 @@ class Calls:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         fields = json.loads(form)
-        # The thought has been split off already; the parser would drop a later one.
+        # The thought has already been split off; the parser would drop a later one.
         fields["fields"] = {name: field for name, field in fields["fields"].items() if name in (CALLS, CONTENT)}
         template: Any = load_response_template(fields)
         self._parser: Any = ResponseParser(template, prefix="", tools=tools)
         self._close = template.fields[CALLS].close_re
         self._once, self._is_broken = once, False
-        self._open = ""  # text of a call that has begun
+        self._open = ""  # text of an incomplete call
         self.found = 0
 
     def feed(self, text: str, is_last: bool) -> Iterator[Json]:
@@ -71,7 +71,7 @@ class Calls:
                 yield {CONTENT: event["text"]}
             elif event["type"] == "region_close" and event["field"] == CALLS:
                 closed = self._close and self._close.search(self._open)
-                if self._close and not closed:  # cut off: arguments may be missing
+                if self._close and not closed:  # the call was cut off, so arguments may be missing
                     self._is_broken = True
                     break
                 self._open = self._open[closed.end() :] if closed else ""
@@ -94,7 +94,7 @@ class Calls:
 
 
 class Answer:
-    """The response for one answer, fed with its events; a chat's has the thought and ``calls`` in fields of their own.
+    """The response for one answer, built from its events; a chat's has separate fields for the thought and ``calls``.
 
     ``whole`` returns it in one piece; ``begin``, ``more`` and ``end`` yield it in pieces.
     """
@@ -112,7 +112,7 @@ class Answer:
         }
         self._text = self._end = ""
         self._tags: tuple[str, ...] = ()
-        self._thought = self._said = ""  # as far as they were sent
+        self._thought = self._said = ""  # the parts already sent
         self._scores: list[Score] = []  # not sent yet
         self._offset = 0  # characters before the next score's token
         self._resumed: Resumed | None = None
@@ -146,20 +146,20 @@ class Answer:
         return {**self._head, "choices": [choice], "usage": usage(finished.stats), **self._figures(finished, snapshot)}
 
     def begin(self) -> Iterator[Json]:
-        """The first piece of a chat: the role."""
+        """Yield the first piece of a chat: the role."""
         if self._is_chat:
             yield self._piece({"role": "assistant", CONTENT: ""})
 
     def more(self) -> Iterator[Json]:
-        """The text since the last piece."""
+        """Yield the text since the last piece."""
         thought, said = self._split(self._text, None)
-        if thought and not said:  # hold back what may be the beginning of the tag that ends it
+        if thought and not said:  # hold back characters that may begin the tag that ends it
             held = next((n for n in range(len(self._end) - 1, 0, -1) if thought.endswith(self._end[:n])), 0)
             thought = thought[: len(thought) - held].rstrip()
         yield from self._since(thought, said)
 
     def _parts(self, said: str, is_last: bool) -> Iterator[Json]:
-        """``said`` as fields of a message, calls apart from text."""
+        """Yield ``said`` as fields of a message, with calls separate from text."""
         if self._calls:
             yield from self._calls.feed(said, is_last)
         elif said:
@@ -170,11 +170,11 @@ class Answer:
         return CALLS if self._calls and self._calls.found and reason == "stop" else reason
 
     def end(self, finished: Finished, snapshot: Snapshot | None) -> Iterator[Json]:
-        """The rest of the text, and the figures."""
+        """Yield the rest of the text, and the figures."""
         self._text = finished.text
         yield from self._since(*self._split(finished.text, finished.reason), is_last=True)
         last = self._piece({}, self._reason(finished))
-        if self._streams_usage:  # timings go in the same piece, as in llama-server: Open WebUI sums over pieces
+        if self._streams_usage:  # timings are in the same piece, as in llama-server: Open WebUI adds up all pieces
             yield last
             last = {**self._chunk([]), "usage": usage(finished.stats)}
         yield {**last, **self._figures(finished, snapshot)}
@@ -192,7 +192,7 @@ class Answer:
         return self._chunk([{"index": 0, **text, "finish_reason": reason, "logprobs": self._logprobs()}])
 
     def _logprobs(self) -> Json | None:
-        """The scores that were not sent yet, in the form of a chat or a text."""
+        """Return the scores not sent yet, in the format of a chat or a text."""
         scores, self._scores = self._scores, []
         if not scores:
             return None
@@ -243,12 +243,12 @@ class Answer:
 
 
 def _scored(token: str, logprob: float) -> Json:
-    """A token and its bytes, which are null if it holds only part of a character."""
+    """Return a token and its bytes, which are null if it contains a partial character."""
     return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else [*token.encode()]}
 
 
 def usage(stats: Stats) -> Json:
-    """Tokens as OpenAI counts them; the K/V of ``cached_tokens`` were reused."""
+    """Return token counts in OpenAI's format; the K/V of ``cached_tokens`` were reused."""
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
@@ -258,7 +258,7 @@ def usage(stats: Stats) -> Json:
 
 
 def timings(stats: Stats) -> Json:
-    """Times as llama-server reports them; decoding is timed from the second token on."""
+    """Return times in llama-server's format; decoding is timed from the second token on."""
     processed, prefill_rate = stats.prompt_tokens - stats.reused_tokens, stats.prefill_tokens_per_s
     generated, decode_rate = stats.generated_tokens, stats.decode_tokens_per_s
     return {

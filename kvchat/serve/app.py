@@ -1,4 +1,4 @@
-"""The server's routes, its access control and its metrics for Prometheus."""
+"""The server's routes, access control and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ PING_S = 10.0  # some clients and proxies give up on a silent connection
 PING = ": ping\n\n"
 MAX_BODY_BYTES = 2**24
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-OPEN = ("/health",)  # need no key
+OPEN = ("/health",)  # routes that need no key
 B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Requires the ``key``; without one an ``is_local`` server requires a ``Host`` that is a name of this machine.
+    """Requires the ``key``; without a key, an ``is_local`` server requires a ``Host`` that is a name of this machine.
 
     A web page can send requests to a server on its visitor's machine, and read the responses through a host name of
-    its own that resolves there. So bodies must be declared as JSON, which browsers let no page do without permission.
+    its own that resolves there. Bodies must also be declared as JSON, which browsers allow no page without permission.
     """
 
     app: ASGIApp
@@ -60,7 +60,7 @@ class Guard:
         host = named.rpartition(":")[0] or named
         if request.url.path not in OPEN and self.key:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            matches = hmac.compare_digest(key.encode("latin-1"), self.key.encode())  # latin-1: the bytes that were sent
+            matches = hmac.compare_digest(key.encode("latin-1"), self.key.encode())  # latin-1 restores the bytes sent
             if scheme.lower() != "bearer" or not matches:
                 message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
                 return Refusal(401, message, "authentication_error", code="invalid_api_key")
@@ -74,11 +74,11 @@ class Guard:
 
 
 class Metrics:
-    """The server's metrics since it was started, in Prometheus' format; most are named as in llama-server."""
+    """Metrics since the server was started, in Prometheus' format; most names are llama-server's."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "answers by reason of ending", ["reason"])
+        self._requests = self._counter("requests", "answers by finish reason", ["reason"])
         self._prompt = self._counter("prompt_tokens", "prompt tokens processed")
         self._cached = self._counter("prompt_tokens_cached", "prompt tokens reused from stored K/V")
         self._prompt_s = self._counter("prompt_seconds", "time spent processing prompts")
@@ -131,7 +131,7 @@ class Service:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """Every route, those of OpenAI's API with and without /v1: clients differ."""
+        """Return all routes, those of OpenAI's API with and without /v1, because clients differ."""
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -176,7 +176,7 @@ class Service:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text, or of messages rendered by the chat template."""
+        """Return the token ids of a text, or of messages rendered by the chat template."""
         body = await parsed(request, TokenizeRequest)
         ids = await self._token_ids(request, Tokenize(body.turns(self._defaults), self._engine.load.template_args))
         return JSONResponse({"tokens": ids, "count": len(ids), "n_ctx": self._loaded().context})
@@ -188,7 +188,7 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         loaded, snapshot = self._loaded(), self._engine.snapshot
-        # Open WebUI decides by these whether it adds dozens of tools and pictures to a chat and asks for the usage.
+        # With these, Open WebUI decides whether to add dozens of tools and images to a chat and to request the usage.
         capabilities = {"builtin_tools": bool(loaded.calls), "vision": False, "usage": True}
         return {
             "id": loaded.model,
@@ -239,7 +239,7 @@ class Service:
         answer = Answer(loaded.model, is_chat, body.streams_usage, calls)
         async with self._submitted(request, command, can_wait=not body.stream) as job:
             event: Any = None
-            stream_at = time.monotonic() + PING_S  # until then a refusal can still have its own HTTP status
+            stream_at = time.monotonic() + PING_S  # before that, a refusal can still set its own HTTP status
             while not (body.stream and (isinstance(event, Started) or time.monotonic() >= stream_at)):
                 event = await (_next(job, stream_at - time.monotonic()) if body.stream else job.events.get())
                 if isinstance(event, Ended):
@@ -249,7 +249,7 @@ class Service:
                 elif event:
                     answer.feed(event)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        leave = BackgroundTask(self._abandon, job)  # a client may leave before the first piece
+        leave = BackgroundTask(self._abandon, job)  # a client may disconnect before the first piece
         pieces = self._pieces(job, answer, is_waiting=not isinstance(event, Started))
         return StreamingResponse(pieces, 200, headers, "text/event-stream", leave)
 
@@ -257,7 +257,7 @@ class Service:
         self._engine.abandon(job)
 
     async def _pieces(self, job: Job, answer: Answer, is_waiting: bool) -> AsyncIterator[str]:
-        """The stream of an answer, which may still be ``is_waiting`` for its turn; the job ends with it."""
+        """Yield the stream of an answer, which may still be ``is_waiting`` for its turn; it ends the job."""
         try:
             if is_waiting:
                 yield PING
@@ -293,7 +293,7 @@ class Service:
 
     @asynccontextmanager
     async def _submitted(self, request: Request, command: Chat | Tokenize, can_wait: bool) -> AsyncIterator[Job]:
-        """Submit a job; it is abandoned if the client leaves during the block, or the block fails."""
+        """Submit a job; abandon it if the client disconnects during the block, or the block fails."""
         job = self._engine.submit(command, can_wait)
         disconnect = asyncio.create_task(_disconnected(request))
         disconnect.add_done_callback(lambda task: None if task.cancelled() else self._engine.abandon(job))
@@ -312,7 +312,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _next(job: Job, seconds: float) -> Any:
-    """The next event; None if none comes within ``seconds``."""
+    """Return the next event, or None if none comes within ``seconds``."""
     try:
         return await asyncio.wait_for(job.events.get(), max(seconds, 0.01))
     except TimeoutError:
@@ -320,12 +320,12 @@ async def _next(job: Job, seconds: float) -> Any:
 
 
 def framed(piece: dict[str, Any]) -> str:
-    """An event of a stream, in ASCII: many clients take U+2028, U+2029 and U+0085 for ends of lines."""
+    """Return an event of a stream, in ASCII, because many clients split lines at U+2028, U+2029 and U+0085."""
     return f"data: {json.dumps(piece)}\n\n"
 
 
 async def parsed(request: Request, kind: type[B]) -> B:
-    """The body of a request as a ``kind``.
+    """Parse and validate the body of a request.
 
     Raises:
         Refusal: it is too long or invalid.
@@ -348,7 +348,7 @@ def application(
     is_local: bool = True,
     origins: Sequence[str] = (),
 ) -> Starlette:
-    """The server's application; web pages of ``origins`` may use it."""
+    """Return the server's application, which web pages of ``origins`` may use."""
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     guard = Middleware(Guard, key=key, is_local=is_local)
     handlers: dict[Any, Any] = {

@@ -1,7 +1,7 @@
-"""The engine behind the server, in a process of its own, and the queue of requests for it.
+"""The engine behind the server, in its own process, and the queue of requests for it.
 
-The application starts the same child process. If it dies the server says so and starts another, which processes again
-what was not saved. If a client disconnects, its request leaves the queue, or its answer ends after the current token.
+The application starts the same child process. If it crashes, the server reports that and starts another, which prefills
+unsaved tokens again. If a client disconnects, its request leaves the queue, or its answer ends after this token.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Ended:
 
 
 class Again:
-    """The answer was interrupted and begins again: discard its events so far."""
+    """The answer was interrupted and starts again: discard its events so far."""
 
 
 @dataclass
 class Job:
-    """A command for the engine; ``events`` end with ``Ended``, and begin again after ``Again``.
+    """A command for the engine; ``events`` end with ``Ended``, and start again after ``Again``.
 
-    A job that ``can_wait`` (nobody reads its answer as it comes) lets others go first and is interrupted for them once.
+    A job that ``can_wait``, because its answer is not streamed, lets others go first and is interrupted for them once.
     """
 
     command: messages.Chat | messages.Tokenize
@@ -54,11 +54,11 @@ class Job:
 
 @dataclass(eq=False)
 class Engine:
-    """Does one job at a time; up to ``limit`` wait.
+    """Does one job at a time; at most ``limit`` wait.
 
     Attributes:
         show: called with each stage of loading, and with "" after the last.
-        say: called with messages for the person who runs the server.
+        say: called with messages for the operator of the server.
         loaded: None until the model is ready.
         snapshot: the latest figures.
     """
@@ -78,7 +78,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
         self._last: messages.Finished | messages.Failed | messages.Tokenized | None = None
-        self._is_interrupted = False  # the job was stopped for one that cannot wait
+        self._is_interrupted = False  # True if the job was stopped for one that cannot wait
         self._is_closing = False
 
     @property
@@ -93,7 +93,7 @@ class Engine:
         """Load the model and do the submitted jobs, until ``close``.
 
         Raises:
-            EngineError: the child cannot be started, ended while it loaded the model, or refused it.
+            EngineError: the child cannot be started, ended while loading the model, or refused to load it.
         """
         await self._client.start()
         self._client.send(self.load)
@@ -105,9 +105,9 @@ class Engine:
                     self._take(report)
 
     def submit(self, command: messages.Chat | messages.Tokenize, can_wait: bool = False) -> Job:
-        """Queue ``command``, behind the jobs that cannot wait and, if it can wait, behind all.
+        """Queue ``command`` behind the jobs that cannot wait or, if it can wait, behind all.
 
-        Front ends request a title before the answer that a person waits for, and suggestions after it.
+        Front ends request a title before the answer that the user waits for, and suggestions after it.
 
         Raises:
             Refusal: the model is not ready, the queue is full, or the server is shutting down.
@@ -126,7 +126,7 @@ class Engine:
         return job
 
     def abandon(self, job: Job) -> None:
-        """Remove a waiting job or stop the current one; one that has ended stays as it is."""
+        """Remove a waiting job or stop the current one; a job that has ended is unaffected."""
         if job in self._waiting:
             self._waiting.remove(job)
             job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
@@ -170,13 +170,13 @@ class Engine:
                     self.say(note)
             case messages.Noted(text):
                 self.say(text)
-            case messages.Peeked():  # the answer to ``Peek``: every report of the last command has arrived
+            case messages.Peeked():  # the answer to ``Peek``: all reports of the last command have arrived
                 self._end(self._ended())
             case messages.Failed() if self.loaded is None:
                 self.show("")
                 raise _error(report)
             case messages.Failed() if report.aside or self._job is None or self._last:
-                self.say(str(_error(report)))  # no answer failed, but work after one, such as saving it
+                self.say(str(_error(report)))  # work after an answer failed, such as saving it, not the answer
             case messages.Finished() | messages.Failed() | messages.Tokenized():
                 self._last = report
                 self._client.send(messages.Peek(0, 0))
@@ -206,7 +206,7 @@ class Engine:
         message = str(_error(last))
         if last.tokens:
             kind, code = "exceed_context_size_error", "context_length_exceeded"
-            message = f"{last.title} {last.detail}"  # the hint names commands of the chat
+            message = f"{last.title} {last.detail}"  # without the hint, which names commands of the chat
             return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
         if last.kind in REQUEST_ERRORS:
             return Ended(refusal=invalid(message))
@@ -215,17 +215,17 @@ class Engine:
         return Ended(refusal=Refusal(500, message, "server_error"))
 
     async def _restart(self, crashed: Crashed) -> None:
-        """Start another child.
+        """Start another child process.
 
         Raises:
-            EngineError: the last one ended while it loaded the model, as the next one would.
+            EngineError: the last one ended while loading the model, and so would the next one.
         """
         why = "Memory may have run out." if crashed.lacked_memory else ""
-        log = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
+        log = f"Its last lines: {' '.join(crashed.log)}" if crashed.log else ""
         error = errors.EngineError(f"The engine stopped: {crashed.how}.", why, log)
         if self.loaded is None:
             raise error
-        is_whole = self._last is not None and not self._is_interrupted  # only the counts are missing
+        is_whole = self._last is not None and not self._is_interrupted  # only the figures are missing
         ended = self._ended() if is_whole else Ended(refusal=unavailable(f"{error.title} It is restarting."))
         self.loaded = self.snapshot = None
         self.restarts += 1
@@ -243,7 +243,7 @@ def ready(loaded: messages.Loaded) -> str:
 
 
 def parked(loaded: messages.Loaded, load: messages.Load) -> Iterator[str]:
-    """A note of how many tokens of other conversations stay in RAM, if any do."""
+    """Yield a message about how many tokens of other conversations fit in RAM, if parking is on."""
     room = load.keeping.parked_bytes if load.gpus == 1 or load.split == "layers" else 0
     if room and loaded.kv_bytes_per_token:
         tokens = room // loaded.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""Responses to requests that get no answer: a status and ``{"error": {message, type, param, code}}``."""
+"""Error responses: a status and ``{"error": {message, type, param, code}}``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RETRY_S = 5
 
 
 class Refusal(Exception):
-    """A request that gets no answer; ``more`` are further fields of the error's body."""
+    """An error response instead of an answer; ``more`` are further fields of the error's body."""
 
     def __init__(
         self, status: int, message: str, kind: str, param: str | None = None, code: str | None = None, **more: Any
@@ -23,7 +23,7 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """When to try again, or how to authenticate."""
+        """When to retry, or how to authenticate."""
         by_status = {503: {"Retry-After": str(RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}
         return by_status.get(self.status, {})
 
@@ -36,12 +36,12 @@ def invalid(message: str, param: str | None = None, status: int = 400) -> Refusa
 
 
 def unavailable(message: str) -> Refusal:
-    """The refusal of a request that may be sent again later."""
+    """Return the error for a request that may be sent again later."""
     return Refusal(503, message, "unavailable_error", code="unavailable")
 
 
 def of_body(error: ValidationError) -> Refusal:
-    """The refusal of a body, for the first error in it."""
+    """Return the error for an invalid body, about its first problem."""
     details = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(map(str, details["loc"])).replace("max_new_tokens", "max_tokens") or None
     if details["type"] == "extra_forbidden":

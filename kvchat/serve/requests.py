@@ -1,7 +1,7 @@
 """Request bodies: validated and converted for the engine.
 
-No field is silently ignored: one that kvchat does not support and that would change the answer is refused, unless its
-value asks for nothing.
+No field is silently ignored: a field that kvchat does not support and that would change the answer is refused, unless
+its value requests nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn,
 from kvchat.serve.refusals import invalid, of_body
 from kvchat.thoughts import TAGS, end_of
 
-UNLIMITED = -1  # tokens, as LM Studio's clients send it
-MINUS_ONE = {"top_k": 0, "seed": None}  # what -1 asks for, as in vLLM and llama.cpp
+UNLIMITED = -1  # tokens; LM Studio's clients send it
+MINUS_ONE = {"top_k": 0, "seed": None}  # the meaning of -1, as in vLLM and llama.cpp
 NO_FUNCTIONS = "this form is outdated; use tools"
 NO_CALLS = (
     "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
@@ -42,7 +42,7 @@ NO_FORCE = "the model decides whether to call a tool"
 
 
 def only(*accepted: Any, reason: str) -> AfterValidator:
-    """A validator that rejects, with ``reason``, a value other than None and the ``accepted`` ones."""
+    """Return a validator that rejects values other than None and the ``accepted`` ones, with a ``reason``."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in accepted:
@@ -53,7 +53,7 @@ def only(*accepted: Any, reason: str) -> AfterValidator:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a message, which may come in parts."""
+    """Return the text of a message, which may come in parts."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -67,7 +67,7 @@ def _joined(content: Any) -> Any:
 
 
 def _without_empty(stop: Any) -> Any:
-    """Stop strings that ask for something: some clients send empty ones for none."""
+    """Drop empty stop strings, which some clients send for none."""
     return [text for text in ([stop] if isinstance(stop, str) else stop) if text != ""] if stop else None
 
 
@@ -83,7 +83,7 @@ def _only(value: Any) -> Any:
 class Defaults:
     """The server's sampling, and its ``system`` prompt for messages without one; a request may override both.
 
-    The length in ``sampling`` counts if ``is_limited``, otherwise the kind of request sets it.
+    The length in ``sampling`` applies if ``is_limited``; otherwise it depends on the kind of request.
     """
 
     sampling: Sampling = Sampling()
@@ -97,7 +97,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nulls_ask_for_nothing(cls, fields: Any) -> Any:
-        """Without unknown fields that are null: some clients send all that they know."""
+        """Drop unknown fields that are null, because some clients send every field they know."""
         if isinstance(fields, dict) and cls.model_config["extra"] == "forbid":
             return {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
         return fields
@@ -106,7 +106,7 @@ class Body(BaseModel):
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] | None = None
-    parsed_arguments: Any = None  # OpenAI's client adds this, ``index`` and ``parsed`` to the messages it sends back
+    parsed_arguments: Any = None  # OpenAI's client adds this, ``index`` and ``parsed`` to messages that it sends back
 
 
 class ToolCall(Body):
@@ -116,7 +116,7 @@ class ToolCall(Body):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call, with its arguments as an object if they are a JSON object, or nothing."""
+        """Return the call; arguments that are a JSON object, or empty, become an object."""
         arguments = self.function.arguments or {}
         with suppress(ValueError, RecursionError):
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -157,7 +157,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _answers_need_no_content(cls, fields: Any) -> Any:
-        """Some programs write null for an answer of calls or of a thought alone."""
+        """Accept null, which some programs write for an answer that has only calls or a thought."""
         if isinstance(fields, dict) and fields.get("content") is None and fields.get("role") == "assistant":
             return {**fields, "content": ""}
         return fields
@@ -171,7 +171,7 @@ class Message(Body):
         return self
 
     def turn(self) -> Turn:
-        """The message for the engine; its thought comes before its content, in tags as a model writes them."""
+        """Return the message for the engine, with its thought before the content in tags, as a model writes it."""
         thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
         calls = [call.for_template() for call in self.tool_calls or ()]
         more: dict[str, Any] = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
@@ -188,7 +188,7 @@ class KvchatFields(Body):
     params: dict[str, Any] = Field(default_factory=dict)
 
     def variant(self, default: str) -> Variant:
-        """The mode and its parameters.
+        """Return the mode and its parameters.
 
         Raises:
             Refusal: the mode or a parameter is unknown, a value is out of range, or the budget is given twice.
@@ -212,7 +212,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The constraint on an answer: none, any JSON object, or JSON that fits a schema."""
+    """The constraint on an answer: none, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -220,7 +220,7 @@ class ResponseFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _as_openai_writes_it(cls, fields: Any) -> Any:
-        """llama.cpp and Together take the schema beside the type, also of an object."""
+        """Accept the schema next to the type, as llama.cpp and Together do, also for an object."""
         match fields:
             case {"type": "json_object" | "json_schema", "schema": schema, **more} if not more:
                 return {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -233,7 +233,7 @@ class ResponseFormat(Body):
         return self
 
     def schema_text(self) -> str:
-        """The JSON schema for the engine, "" for none."""
+        """Return the JSON schema for the engine, or ""."""
         objects = {"text": "", "json_object": '{"type": "object"}'}
         return json.dumps(self.json_schema.schema_) if self.json_schema else objects[self.type]
 
@@ -244,9 +244,9 @@ class StreamOptions(Body):
 
 
 class AnswerRequest(Body):
-    """The fields that requests for a chat and for a text share."""
+    """Fields shared by requests for chats and texts."""
 
-    DEFAULT_TOKENS: ClassVar[int | None] = None  # of an answer whose request gives no length; None: the context
+    DEFAULT_TOKENS: ClassVar[int | None] = None  # length of an answer if the request sets none; None: the context
 
     model: str | None = None
     stream: bool | None = None
@@ -264,7 +264,7 @@ class AnswerRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[Any, only({}, reason="kvchat has no logit bias")] = None
-    # Bookkeeping; these cannot change the answer.
+    # Bookkeeping, which cannot change the answer.
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -284,32 +284,32 @@ class AnswerRequest(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
-        """The prompt for the engine."""
+        """Return the prompt for the engine."""
         raise NotImplementedError
 
     def json_schema(self) -> str:
-        """The schema that the answer must fit, "" for none."""
+        """Return the schema that the answer must match, or ""."""
         return ""
 
     def num_scored(self) -> int | None:
-        """How many of the likeliest tokens each token's probability comes with; None for no probabilities."""
+        """Return how many of the likeliest tokens to send with each token's probability; None for no probabilities."""
         raise NotImplementedError
 
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
+        """Return the tools that the model may call."""
         return []
 
     @property
     def calls_once(self) -> bool:
-        """True if the answer is to have one call at most."""
+        """True if the answer may have at most one call."""
         return False
 
     def max_answer(self) -> int | None:
-        """The requested limit of the answer in tokens; None if the request gives none."""
+        """Return the request's limit of answer tokens, or None."""
         return self.max_tokens
 
     def sampling(self, defaults: Defaults, context: int) -> Sampling:
-        """The server's sampling with the request's fields.
+        """Return the server's sampling, overridden by the request's fields.
 
         Raises:
             Refusal: a value is out of range.
@@ -326,7 +326,7 @@ class AnswerRequest(Body):
             raise of_body(error) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """Variables for the chat template, as ``name=JSON``: the server's, in a chat also the request's."""
+        """Return variables for the chat template, as ``name=JSON``: the server's, and in a chat the request's."""
         return load.template_args
 
 
@@ -378,10 +378,10 @@ class ChatRequest(AnswerRequest):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """The server's and the request's variables.
+        """Return the server's and the request's variables.
 
         Raises:
-            Refusal: the template does not use a variable, or has no tools.
+            Refusal: the template does not use a variable, or does not support tools.
         """
         used, tools = loaded.template_variables, self.offered_tools()
         own = self._effort(used) | (self.chat_template_kwargs or {})
@@ -401,7 +401,7 @@ class ChatRequest(AnswerRequest):
         return args
 
     def _effort(self, used: Collection[str]) -> dict[str, Any]:
-        """The template's variables for the effort, of those ``used``: most only know whether to think, some neither."""
+        """Return the effort as variables that the template uses: most have only enable_thinking, some neither."""
         effort = self.reasoning_effort
         if effort is None:
             return {}
@@ -411,7 +411,7 @@ class ChatRequest(AnswerRequest):
 
 
 class TextRequest(AnswerRequest):
-    DEFAULT_TOKENS = 16  # as in OpenAI's API: a text may never end by itself
+    DEFAULT_TOKENS = 16  # as in OpenAI's API, because a text may never end by itself
 
     prompt: Annotated[str, BeforeValidator(_only)]
     best_of: Annotated[Any, only(1, reason="only one answer is generated")] = None
@@ -427,13 +427,13 @@ class TextRequest(AnswerRequest):
 
 
 class TokenizeRequest(Body):
-    """A text, or messages, to tokenize."""
+    """A text or messages to tokenize."""
 
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
-        """The prompt for the engine.
+        """Return the prompt for the engine.
 
         Raises:
             Refusal: both are given, or neither.

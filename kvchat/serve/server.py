@@ -1,4 +1,4 @@
-"""The server's process: listens, runs the engine in a child and ends by Ctrl+C."""
+"""The server process: listens, runs the engine in a child process and ends on Ctrl+C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvchat.serve.engine import Engine
 from kvchat.serve.requests import Defaults
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LAST_ANSWERS_S = 5  # seconds that shutting down waits for answers in progress
+LAST_ANSWERS_S = 5  # the longest that a shutdown waits for answers in progress
 
 
 def serve(
@@ -34,7 +34,7 @@ def serve(
     show: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer requests at ``address`` until a signal; up to ``queue`` wait. ``show`` and ``say`` as in ``Engine``.
+    """Answer requests at ``address`` until a signal; at most ``queue`` wait. ``show`` and ``say`` are as in ``Engine``.
 
     Raises:
         UsageError: the address cannot be used; EngineError: the model cannot be loaded.
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals; unlike uvicorn's own, raise none again at the end."""
+        """Handle signals; unlike uvicorn's own handler, do not raise them again at the end."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
