@@ -18,7 +18,7 @@ import platformdirs
 
 PACKAGE = Path(__file__).parent
 SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
-BUNDLED = "bundled"  # the name of the model that comes with kvchat
+BUNDLED = "bundled"  # the name of the bundled model
 HUB_ADDRESS = re.compile(
     r"(?i:(https?://)?(www\.)?(huggingface|hf)\.co/)(?P<repository>[\w.-]+/[\w.-]+)"
     r"(:(?P<tag>[\w.-]+)|/(tree/main/?)?|/(blob|resolve|raw)/main/((?P<file>[^?#]+\.(?i:gguf))|[^?#]*))?([?#].*)?"

@@ -24,7 +24,7 @@ class Passage:
 
 
 def passages(texts: Sequence[str], size: int, tokenizer: Any) -> list[Passage]:
-    """Cut the files ``texts`` (none: the shipped books) into passages of ``size`` ids.
+    """Cut the files ``texts`` (none: the bundled books) into passages of ``size`` ids.
 
     An empty line separates paragraphs; a single line break is a space, and a line of three asterisks is left out.
 

@@ -157,7 +157,7 @@ class MetricsCollector:
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         self._kv.state.transfer.timer.steps.clear()
         watch = self._watch()
-        (watch.begin if 2 * reused_tokens > prompt_tokens else watch.restart)()  # any two prompts begin alike
+        (watch.begin if 2 * reused_tokens > prompt_tokens else watch.restart)()  # any two prompts share a prefix
         mode = self._kv.mode
         self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
         return self.answer

@@ -447,7 +447,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "training": model.fingerprint,
         "tokenizer": load.digest_of_tokenizer(model.tokenizer),
         "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
-        **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
+        **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache holds the state
     }
 
 

@@ -50,7 +50,7 @@ _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40
 KEPT_RESTS = 8  # cached tokenizations of unmatched ends of texts, which most stored conversations have in common
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
-KEPT_TIMES = 64  # of conversations
+KEPT_TIMES = 64  # cached start times of conversations
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 

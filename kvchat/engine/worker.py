@@ -265,7 +265,7 @@ class Server:
         events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, *own)
         if not chat.is_final:
             return events
-        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
+        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, which a session has imported already
 
         return hold_back(events, lambda: session.withdrawable)
 
@@ -352,7 +352,7 @@ def main() -> None:
     spin_briefly()
     use_physical_cores()
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     commands, events = claim_stdio()
     server = Server(events, Loader(), interrupt=_interrupt)
     later = partial(threading.Timer, STOP_AGAIN_S, _interrupt)

@@ -386,7 +386,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is over; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all of it."""
+    """The answer ended; ``reason`` is eos, stop, length, context, or stopped. ``text`` is all of it."""
 
     reason: str
     text: str
