@@ -1,4 +1,4 @@
-"""The one place that chooses what a step's operations run on."""
+"""Choose which implementation of a step's operations to use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
-    """Return Triton's operations where they run, else stock torch; only the latter take a pageable pool."""
+    """Return Triton's operations where they work, else plain torch's; only these take a pageable pool."""
     quantizes = isinstance(host, EightBitPool)
     if device.type == "cpu":
         return (EightBitCpuOps if quantizes else CpuOps)(geometry, host, device)
@@ -32,9 +32,9 @@ def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> Torc
 
 
 def triton_refusal(geometry: Geometry, device: torch.device, quantizes: bool = False) -> str:
-    """Say why the Triton kernels cannot serve this geometry on a CUDA device; empty if they can.
+    """Return why the Triton kernels cannot serve this geometry on a CUDA device; "" if they can.
 
-    ``quantizes``: over a host pool with 8-bit pages. The first call runs every kernel once (``verify``).
+    ``quantizes``: the host pool has 8-bit pages. The first call runs every kernel once (``verify``).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -42,5 +42,5 @@ def triton_refusal(geometry: Geometry, device: torch.device, quantizes: bool = F
         return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
     from kvchat.kv.ops.verify import kernel_failure  # imports triton
 
-    # Of however many layers and however they grow: one check serves all.
+    # The number of layers and the pool's growth do not matter: one check serves all.
     return kernel_failure(replace(geometry, layers=1, headroom=geometry.page), device, quantizes)

@@ -1,10 +1,10 @@
-"""The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
+"""Operations of a decode step on a CPU, where nothing runs concurrently and reading a tensor's values never waits.
 
-What does not change is skipped. Choosing and moving pages, and attention over K and V in the host pool, are loops that
-numba compiles (``numba``), once on a machine, in other processes. Torch does the same until they are compiled, without
-numba, in float16, and over few tokens in float32 if the weights are asked for. For bfloat16 it takes 3 to 10 times as
-long. If no weights are asked for one loop does all of attention: over 512 tokens of SmolLM2 it takes 44 us on one
-thread, torch's two products and softmax 80. Tensors are shared with numpy, not copied.
+numba compiles the loops (``numba``) that choose pages, move pages and attend to K and V in the host pool, once per
+machine, in separate processes. Torch replaces them until they are compiled, without numba, in float16, and for few
+tokens in float32 if the weights are needed. In bfloat16 torch is 3 to 10 times slower. If no weights are needed, one
+loop does the whole attention: 44 us over 512 tokens of SmolLM2 on one thread, against 80 us for torch's two products
+and softmax. Tensors share memory with numpy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import Candidates, Places, TokenQuery
 from kvchat.kv.ops.torch_ops import TorchOps
 
-MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
-FEW = 32  # new tokens up to which a loop reads what is stored once for all of them
-KNOWN = (torch.float32, torch.bfloat16)  # to the loops
+MANY = 2048  # float32 tokens from which the loops beat torch on two threads; below it they are not used
+FEW = 32  # a loop that reads the stored tokens once for all new tokens pays off up to this many new tokens
+KNOWN = (torch.float32, torch.bfloat16)  # dtypes that the loops accept
 LOOPS = "kvchat.kv.ops.numba"
 PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
 IN_A_ROW, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.eight_bit"
 BASE, ROWS = f"{LOOPS}.loops", f"{LOOPS}.rows"
-# Modules of loops that other processes are compiling; the event of each is set when that has succeeded or failed.
+# Modules of loops that other processes are compiling. Each event is set when compiling ends, also if it fails.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
 NO_MEANS, NO_WEIGHTS = np.empty((0, 0, 0), np.uint16), np.empty((0, 0, 0), np.float32)
@@ -46,9 +46,9 @@ Numbers = np.ndarray[Any, Any]
 
 
 class Stored(NamedTuple):
-    """A layer's keys and values, all that the memory ``of`` this tensor has room for, as numpy and the loops see them.
+    """A layer's keys ``[H, token, d_k]`` and values ``[H, token, d_v]`` in numpy, over all memory of the tensor ``of``.
 
-    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are numpy's; ``read`` are arguments of loops that attend.
+    ``read`` has the same as arguments for loops that attend.
     """
 
     of: Tensor
@@ -58,12 +58,12 @@ class Stored(NamedTuple):
 
     @classmethod
     def seen(cls, of: Tensor, keys: Tensor, values: Tensor) -> Stored:
-        """Make it from tensors, which takes as long as attending to 200 tokens."""
+        """Create the views, which takes as long as attending to 200 tokens."""
         return cls(of, numbers(keys), numbers(values), (*_rows(keys), *_rows(values)))
 
 
 class CpuOps(TorchOps):
-    """``TorchOps`` that may read back."""
+    """``TorchOps`` that may read tensor values."""
 
     reads_back = True
     attends_as_it_chooses: ClassVar = True  # one loop does both
@@ -75,11 +75,11 @@ class CpuOps(TorchOps):
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
-        self._choosing: dict[int, Callable[..., int]] = {}  # by layer, the loop its attention is to choose with
+        self._choosing: dict[int, Callable[..., int]] = {}  # per layer: the loop that chooses when the layer attends
         of_keys, of_values = self._host_rows.chunk(2)
         self._new_rows = of_keys.numpy(), of_values.numpy()
         count, heads = self._now + 1, self.geometry.kv_heads
-        # The positions of all tokens up to the new one, ``[H, n]`` int32.
+        # Positions of all tokens including the new one, ``[H, n]`` int32.
         self._stored_tokens = _positions(1 << count.bit_length())[:count].expand(heads, -1)
 
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
@@ -93,7 +93,7 @@ class CpuOps(TorchOps):
                 place.keys[:, slot], place.values[:, slot] = (one[heads] for one in given)
 
     def _in_pool(self, layer: int) -> Stored | None:
-        """The layer in the host pool, the same object until the pool moves; None if loops cannot read it."""
+        """Return the layer in the host pool, the same object until the pool moves; None if loops cannot read it."""
         rows, known = self.host.rows(layer), self._stored_of.get(layer)
         if known is None or known.of is not rows:
             known = self._stored_of[layer] = Stored.seen(rows, *self._in_a_row(layer, 0, self.host.reserved))
@@ -128,7 +128,7 @@ class CpuOps(TorchOps):
         return in_a_row(keys, values)
 
     def _attend_stored(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over everything that the layer sees, where it is stored; a guess over sinks and recent ones."""
+        """Attend in place to every token that the layer sees, or to sinks and recent tokens if the slots guess."""
         end, recent = self._now + 1, slots.recent_only
         first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
@@ -140,7 +140,7 @@ class CpuOps(TorchOps):
         return self._attend_all(layer, grouped, first, spec, sinks)
 
     def _attend_slots(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over slots whose table all layers and heads share."""
+        """Attend to slots whose table all layers and heads share."""
         bias = slots.bias(layer, self.position, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         table = slots.unmasked(bias, spec.window).expand(len(grouped), -1)
@@ -152,7 +152,7 @@ class CpuOps(TorchOps):
     def _attend_by_loop(
         self, query: Tensor, stored: Stored | None, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> Tensor | None:
-        """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens ``table [H, n]``; None without a loop."""
+        """Attend with ``query [H, G, d_k]`` to the tokens ``table [H, n]``: ``[H, G, d_v]``, or None without a loop."""
         if not (stored and (loops := _threaded(self.geometry.dtype, TOKENS))):
             return None
         made = torch.empty((*query.shape[:2], self.geometry.d_v))
@@ -162,7 +162,7 @@ class CpuOps(TorchOps):
     def _weigh_by_loop(
         self, query: Tensor, layer: int, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """``_attend_by_loop`` over stored tokens, and their weights, float32 ``[H, G, n]``."""
+        """Like ``_attend_by_loop``, over stored tokens; also return their weights, float32 ``[H, G, n]``."""
         if not ((stored := self._in_pool(layer)) and (loops := _threaded(self.geometry.dtype, TOKENS))):
             return None
         made, weights = (torch.empty((*query.shape[:2], size)) for size in (self.geometry.d_v + 1, table.shape[1]))
@@ -171,7 +171,7 @@ class CpuOps(TorchOps):
         return made[..., :-1].to(query.dtype), weights
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over the tokens that each head's table names, where they are stored."""
+        """Attend in place to the tokens in each head's table."""
         end, place = self._now + 1, layer - slots.layout.first
         first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
@@ -190,7 +190,7 @@ class CpuOps(TorchOps):
         return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks, other_part)
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-        """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
+        """Attend with ``query [H, G, d_k]`` to the stored tokens from ``first`` on."""
         found = self._attend_by_loop(query, self._in_pool(layer), self._stored_tokens[:, first:], spec, sinks)
         if found is None:
             return attend(query, self._products_of_all(layer, first), None, spec, sinks)[0]
@@ -205,7 +205,7 @@ class CpuOps(TorchOps):
         sinks: Tensor | None,
         other_part: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``other_part`` as in ``attend``."""
+        """Attend with ``query [H, G, d_k]`` to the tokens in ``table [H, n]``; ``other_part`` as in ``attend``."""
         found = self._attend_by_loop(query, self._in_pool(layer), table, spec, sinks) if other_part is None else None
         if found is None:
             return attend(query, self._products_of_some(layer, table), None, spec, sinks, other_part)[0]
@@ -214,9 +214,9 @@ class CpuOps(TorchOps):
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the tokens that the table names, where they are stored, and the weights of these slots."""
-        slots.bias(layer, self.position, spec.window)  # notes what is read
-        end, named = self._now + 1, int(slots.current_slot) + 1  # in order from the front, the new token last
+        """Attend in place to the tokens in the table; also return the weights of these slots."""
+        slots.bias(layer, self.position, spec.window)  # counts what is read
+        end, named = self._now + 1, int(slots.current_slot) + 1  # slots are filled from the front, the new token last
         first, table = spec.first_seen(end), slots.table[0, :, :named]
         unseen = int((table < first).sum()) if first else 0
         table = table[:, unseen:].expand(self.geometry.kv_heads, -1)
@@ -230,20 +230,20 @@ class CpuOps(TorchOps):
         return attended, torch.nn.functional.pad(weights, (unseen, 0)) if unseen else weights
 
     def _products_of_all(self, layer: int, first: int) -> Products:
-        """The products with the stored tokens from ``first`` on."""
+        """Return the products with the stored tokens from ``first`` on."""
         return self.products(*self._in_a_row(layer, first, self._now + 1))
 
     def _products_of_some(self, layer: int, table: Tensor) -> Products:
-        """The products with the tokens in ``table [H or 1, n]``."""
+        """Return the products with the tokens in ``table [H or 1, n]``."""
         return products(*self._gathered(layer, table))
 
     def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens from ``first`` up to ``end``."""
+        """Return keys and values of the tokens from ``first`` up to ``end``."""
         keys, values = self.host.by_head(layer)[:, :, first:end].unbind()
         return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
 
     def _gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of the tokens in ``table [H or 1, n]``."""
+        """Return copies of the keys and values of the tokens in ``table [H or 1, n]``."""
         keys, values = self._stored(layer, table.clamp(min=0).long(), self._heads[:, None])
         return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
 
@@ -252,7 +252,7 @@ class CpuOps(TorchOps):
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
-        # A table for all layers is looked at once a step.
+        # A table shared by all layers is examined only once per step.
         if slots.layout.shared or not (loops := loops_over(self.geometry.dtype)):
             return super().bias(slots, layer, window)
         bias = torch.empty(table.shape)
@@ -331,15 +331,15 @@ def _positions(count: int) -> Tensor:
 
 
 def compiled_loops(name: str = PAGES) -> ModuleType | None:
-    """A module of loops; None where numba does not run, and while it is ``awaited``.
+    """Import a module of loops; return None if numba does not work here or the module is still ``awaited``.
 
-    It is imported when it is first asked for: with numba that takes 0.5 s.
+    Importing numba takes 0.5 s, so it happens on first use.
     """
     return None if name in awaited else imported(name)
 
 
 def needed_loops(name: str) -> ModuleType | None:
-    """A module of loops that nothing replaces, as soon as it is compiled; None where numba does not run."""
+    """Wait for a module of loops that torch cannot replace, and return it; None if numba does not work here."""
     if event := awaited.get(name):
         event.wait()
     return imported(name)
@@ -347,15 +347,15 @@ def needed_loops(name: str) -> ModuleType | None:
 
 @cache
 def imported(name: str) -> ModuleType | None:
-    """A module of loops, compiled here where no cache holds it; None where numba does not run."""
+    """Import a module of loops, compiling it unless it is cached; return None if numba does not work here."""
     try:
         return import_module(name)
-    except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
+    except (ImportError, OSError, MemoryError):  # numba does not support this numpy or Python, or lacks memory
         return None
 
 
 def loops_over(dtype: torch.dtype, name: str = PAGES) -> ModuleType | None:
-    """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
+    """Return ``compiled_loops`` that accept stored numbers of ``dtype``; None if no loops do."""
     found = compiled_loops(name) if dtype in KNOWN else None
     if found and dtype == torch.bfloat16:
         from kvchat.kv.ops.numba import loops
@@ -365,8 +365,8 @@ def loops_over(dtype: torch.dtype, name: str = PAGES) -> ModuleType | None:
 
 
 def use_threads(threads: int) -> None:
-    """Let the compiled loops that this thread asks for run on so many threads."""
-    if getattr(_used, "threads", 0) != threads and imported(BASE):  # numba takes 5 us to set what is set
+    """Set the number of threads of the compiled loops that this thread calls."""
+    if getattr(_used, "threads", 0) != threads and imported(BASE):  # setting an unchanged number costs numba 5 us
         from kvchat.kv.ops.numba import loops
 
         loops.use_threads(threads)
@@ -374,25 +374,25 @@ def use_threads(threads: int) -> None:
 
 
 def numbers(stored: Tensor) -> Numbers:
-    """``stored`` as numpy sees it: of bfloat16, which it does not know, the bits."""
+    """Return a numpy view of ``stored``; of bfloat16, which numpy lacks, the bits as uint16."""
     return (stored.view(torch.uint16) if stored.dtype == torch.bfloat16 else stored).numpy()
 
 
-# ---- over tokens in a row
+# ---- over contiguous tokens
 def in_a_row(keys: Tensor, values: Tensor) -> Products:
-    """Over ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+    """Return the products with ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
     few = keys.dtype == torch.float32 and keys.shape[1] < MANY
     if few or not (loops := _threaded(keys.dtype, IN_A_ROW)):
         return products(keys, values)
     return _compiled(loops, keys.shape[1], values, _rows(keys), _rows(values))
 
 
-# ---- over pages of which some are kept in 8 bits
+# ---- over pages of which some have 8 bits
 def mixed(full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, g: Geometry) -> Products | None:
-    """Over the tokens in ``table [H or 1, n]``, ascending; None where there is no loop for it.
+    """Return the products with the tokens in ``table [H or 1, n]``, ascending; None if no loop can compute them.
 
-    A layer's pages are in one of two pools, ``places [page]`` says in which: ``full_precision [2, H, token, d]`` or
-    ``eight_bit [page, H, block_bytes]``.
+    ``places [page]`` says which pool has a page: ``full_precision [2, H, token, d]`` or ``eight_bit [page, H,
+    block_bytes]``.
     """
     size = g.dtype.itemsize
     whole = 2 * g.page * g.d % size == eight_bit_pages.block_bytes(g) % size == 0
@@ -406,14 +406,14 @@ def mixed(full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tens
     return _compiled(loops, table.shape[1], values, *stored)
 
 
-# ---- choosing tokens
+# ---- over chosen tokens
 def attended_part(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor | None:
-    """A part of an attention, float32 ``[H, G, d_v + 1]`` with the log of its sum of exponentials last.
+    """Return one part of an attention, float32 ``[H, G, d_v + 1]`` with the log-sum-exp last; None without a loop.
 
-    ``query [H, G, d_k]`` attends to the tokens in ``table [H, n]``, of ``keys [H, token, d_k]`` and ``values [H, token,
-    d_v]``; None without a loop.
+    ``query [H, G, d_k]`` attends to the tokens ``table [H, n]`` of ``keys [H, token, d_k]`` and ``values [H, token,
+    d_v]``.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
@@ -424,14 +424,14 @@ def attended_part(
 
 
 def _asked(query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
-    """The arguments of loops that attend, up to keys and values."""
+    """Return the arguments of attending loops that precede keys and values."""
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
     return query.contiguous().float().numpy(), spec.scaling, spec.softcap or 0.0, logits
 
 
-# ---- a few tokens at once
+# ---- a few new tokens at once
 def attended_rows(query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor | None:
-    """``attend_prefill``; None where there is no loop for it."""
+    """Compute ``attend_prefill``; return None if no loop can."""
     if not (loops := _threaded(keys.dtype, ROWS)) or values.shape[-1] % loops.LANES:
         return None
     heads, end, d_k = keys.shape
@@ -452,18 +452,18 @@ def attended_rows(query: Tensor, keys: Tensor, values: Tensor, start: int, spec:
     return made[:, :rows].reshape(len(query), n, -1).to(query.dtype)
 
 
-# ---- inside
+# ---- helpers
 def _threaded(dtype: torch.dtype, name: str) -> ModuleType | None:
-    """``loops_over`` numbers of ``dtype``, set to torch's number of threads."""
+    """Return ``loops_over`` numbers of ``dtype`` that run on as many threads as torch."""
     if loops := loops_over(dtype, name):
         use_threads(torch.get_num_threads())
     return loops
 
 
 def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, values: Arguments) -> Products:
-    """The products of a module's loops over ``tokens`` tokens whose values are ``stored [..., d_v]``.
+    """Return the products that a module's loops compute over ``tokens`` tokens with values ``stored [..., d_v]``.
 
-    ``keys`` and ``values`` are the loops' arguments.
+    ``keys`` and ``values`` are arguments for the loops.
     """
 
     def scores(query: Tensor) -> Tensor:
@@ -481,6 +481,6 @@ def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, v
 
 
 def _rows(rows: Tensor) -> Arguments:
-    """The memory of ``rows [H, n, d]`` as one flat array, and the strides of heads and tokens in it."""
+    """Return the memory of ``rows [H, n, d]`` as one flat array, and the strides of heads and tokens in it."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return numbers(rows.as_strided((last + 1,), (1,))), *rows.stride()[:2]

@@ -1,9 +1,9 @@
-"""The operations of a decode step over a host pool with 8-bit pages, in stock torch.
+"""Operations of a decode step over a host pool with 8-bit pages, in plain torch.
 
-The token that fills a page quantizes it. What attention reads of the slots is in full precision where its own step
-wrote it there, and dequantized where it was recalled. On a CPU full and freeze mode read the codes in place: of the
-bundled model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over full-precision
-pages, one of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks all pages of a layer first.
+The token that fills a page quantizes it. Slots hold full precision: as computed if the token was written in its own
+step, dequantized if it was recalled. On a CPU, full and freeze mode read the codes in place: at 8,018 stored tokens of
+the bundled model, on one thread, a step takes 1.2 to 1.3 times the CPU time of full-precision pages. Without numba,
+torch first unpacks all pages of a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 
 class EightBitOps(TorchOps):
-    """``TorchOps`` for an ``EightBitPool``. Where nothing may be read back both kinds of page are read for each."""
+    """``TorchOps`` for an ``EightBitPool``. If values may not be read back, both kinds of page are read every time."""
 
     host: EightBitPool
 
@@ -44,7 +44,7 @@ class EightBitOps(TorchOps):
             scatter(self.host.eight_bit.table(layer), self.host.next_quantized, blocks)
 
     def _fills_page(self) -> bool:
-        """True if the token may have filled its page. If it did not, the 8-bit page written is never read."""
+        """Return True if the token may have filled its page. An 8-bit page written too early is never read."""
         return True
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
@@ -82,7 +82,7 @@ class EightBitOps(TorchOps):
         v_target: int,
         changed: Tensor,
     ) -> None:
-        """Copy the pages or tokens ``numbers`` of ``heads`` to rows ``target`` where ``changed`` (all broadcast)."""
+        """Copy pages or tokens ``numbers`` of ``heads`` to rows ``target`` where ``changed`` (all broadcast)."""
         shape = target.shape
         numbers, heads, target, changed = (x.expand(shape).flatten() for x in (numbers, heads, target, changed))
         picks = self.reads_back or not self.host.pinned
@@ -96,10 +96,10 @@ class EightBitOps(TorchOps):
 
 
 class EightBitCpuOps(EightBitOps, CpuOps):
-    """``EightBitOps`` where reading back costs no wait, and full mode reads the host pool itself."""
+    """``EightBitOps`` that may read tensor values. Full mode attends to the host pool in place."""
 
     attends_as_it_chooses = False
-    move_pages = TorchOps.move_pages  # the loop of ``CpuOps`` copies full-precision pages only
+    move_pages = TorchOps.move_pages  # the loop of ``CpuOps`` copies only full-precision pages
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -113,7 +113,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return (self._now + 1) % self.geometry.page == 0
 
     def _in_pool(self, layer: int) -> None:
-        """Loops over full-precision pages alone do not read it."""
+        """Return None: loops for full-precision pages cannot read this pool."""
 
     def _products_of_all(self, layer: int, first: int) -> Products:
         return self._mixed(layer, self._stored_tokens[:1, first:]) or products(*self._unpacked(layer, first))
@@ -126,7 +126,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return mixed(*stored, self._places, table, self.geometry)
 
     def _unpacked(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of the tokens from ``first`` on."""
+        """Return unpacked copies of the keys and values of the tokens from ``first`` on."""
         g, n = self.geometry, len(self._places)
         pages, heads = torch.arange(n).repeat(g.kv_heads), self._heads.repeat_interleave(n)
         stored = self.host.read_pages(layer, pages, heads).reshape(2, g.kv_heads, -1, g.d)

@@ -1,9 +1,8 @@
-"""Attention of a decode step over a part of the host pool on the CPU, while the GPU attends to the rest.
+"""The CPU attends to a part of the host pool during a decode step, while the GPU attends to the rest.
 
-A layer's query is copied to host memory, and the GPU's own attention is queued before the host waits for the query. The
-compiled loop reads the pages where they are pinned; its result goes back in float32, with the logarithm of its sum of
-exponentials, by which ``attend`` joins it. The host takes part in every layer, so a CUDA graph ends there and another
-begins.
+Each layer copies its query to host memory. The GPU's own attention is queued before the host waits for the query. The
+compiled loop reads the pinned pages in place. It returns float32 with the log-sum-exp, which ``attend`` needs to join
+the two parts. Since the host takes part in every layer, each layer ends one CUDA graph and starts the next.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import cpu_ops
 
-# While a CUDA graph is captured: ends it, and lets its replay run the given work of the host next.
+# While a CUDA graph is captured: ends the graph and makes its replay run the given host work next.
 pauses: list[Callable[[Callable[[], None]], None]] = []
-LINK_BYTES = 2**26  # of a copy by which the link is measured
-READ_BYTES = 2**28  # of K/V by which the CPU is measured: more than its caches hold
+LINK_BYTES = 2**26  # copied to measure the link
+READ_BYTES = 2**28  # K/V read to measure the CPU: more than its caches hold
 
 
 class Rates(NamedTuple):
-    """Bytes/s of the ``link``, and of the K/V that the ``cpu`` attends to while the link copies."""
+    """Bytes/s of the ``link``, and of the K/V to which the ``cpu`` attends while the link is copying."""
 
     link: float
     cpu: float
 
 
 class HostAttention:
-    """Takes a layer's query from the GPU to the host and the attention back; for one layer at a time."""
+    """Moves a layer's query from the GPU to the host and the attention back, one layer at a time."""
 
     def __init__(self, host: HostPool) -> None:
         g = host.geometry
@@ -49,14 +48,14 @@ class HostAttention:
         self._rows = torch.empty(0, dtype=torch.int32)
 
     def ask(self, query: Tensor) -> None:
-        """Send ``query [H_q, d_k]`` to the host, behind all that was queued so far."""
+        """Queue the copy of ``query [H_q, d_k]`` to the host."""
         self._query.copy_(query, non_blocking=True)
-        self._asked.record(torch.cuda.current_stream(self.host.device))  # another device may be the current one
+        self._asked.record(torch.cuda.current_stream(self.host.device))  # another device may be current
 
     def answer(self, layer: int, slots: DeviceSlots, spec: AttentionSpec) -> Tensor:
-        """Attend to ``slots.on_cpu``, without learned sinks, once the query is there; copy the result to the device.
+        """Wait for the query, attend to ``slots.on_cpu`` without learned sinks, and copy the result to the device.
 
-        Float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last; valid until the next layer's.
+        Returns float32 ``[H, G, d_v + 1]`` with the log-sum-exp in the last column, valid until the next layer's.
         """
 
         def work() -> None:
@@ -70,11 +69,11 @@ class HostAttention:
         return self._on_device.copy_(self._attended, non_blocking=True)
 
     def attend(self, layer: int, query: Tensor, tokens: range, spec: AttentionSpec) -> Tensor:
-        """``cpu_ops.attended_part`` of ``query [H_q, d_k]`` in host memory over stored ``tokens``."""
+        """Return ``cpu_ops.attended_part`` of ``query [H_q, d_k]`` (in host memory) over stored ``tokens``."""
         g, rows = self.host.geometry, self.host.rows_on_host(layer)
         if len(self._rows) < tokens.stop:
             self._rows = self.host.row_index(torch.arange(self.host.reserved), torch.tensor(0)).to(torch.int32)
-        # The rows of each KV head lie two blocks behind those of the one before, its values one block behind its keys.
+        # The rows of consecutive KV heads are two blocks apart; a head's values follow its keys by one block.
         size = g.kv_heads, len(rows) - (2 * g.kv_heads - 1) * g.page
         strides = 2 * g.page * g.d, g.d, 1
         keys, values = rows.as_strided((*size, g.d_k), strides), rows[g.page :].as_strided((*size, g.d_v), strides)
@@ -86,12 +85,11 @@ class HostAttention:
 
 
 def is_ready(dtype: torch.dtype, waits: bool) -> bool:
-    """True if the compiled loop can attend to K/V of ``dtype``; it is loaded when this is first asked.
+    """Return True if the compiled loop can attend to K/V of ``dtype``. The first call starts loading it.
 
-    Where no cache holds it, it is compiled: half a minute, during which another thread goes on unless this one
-    ``waits``.
+    If it is not cached, it is compiled in another thread for half a minute; if ``waits``, wait for that.
     """
-    # Imported by this thread, whose number of threads numba would change.
+    # Import in this thread, because numba changes the importing thread's number of threads.
     if dtype not in cpu_ops.KNOWN or cpu_ops.imported(cpu_ops.BASE) is None:
         return False
     loading = _loading(dtype)
@@ -111,9 +109,9 @@ _measured: dict[tuple[Geometry, torch.device], Rates] = {}
 
 
 def measured(host: HostPool) -> Rates | None:
-    """Rates of this machine, measured once in a process over what is stored: 0.2 s.
+    """Return this machine's rates, measured once per process on the stored K/V, which takes 0.2 s.
 
-    None where little is stored, and until the compiled loop ``is_ready``.
+    Returns None while too little is stored or the compiled loop is not ready.
     """
     g, known = host.geometry, (host.geometry, host.device)
     if known not in _measured:

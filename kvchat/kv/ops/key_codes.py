@@ -1,13 +1,13 @@
-"""Keys in a few bits: an index by which tokens are chosen one by one (torch reference).
+"""An index for choosing single tokens: keys quantized to a few bits (torch reference).
 
-Of each page, KV head and channel the lowest and the highest key are kept in 16 bits, and of each token and channel the
-nearest of ``2 ** bits`` steps between them: code = round((k - low) / (high - low) * (2 ** bits - 1)). Scales by channel
-suit keys, whose outliers lie in channels (KIVI, arXiv 2402.02750). Two bits take 3 bits a key element, 9.4 % of the K/V
-in 16 bits.
+Each page, KV head and channel stores its lowest and highest key in 16 bits. Each token stores, per channel, the nearest
+of ``2 ** bits`` levels between them: code = round((k - low) / (high - low) * (2 ** bits - 1)). Scales are per channel
+because keys have outlier channels (KIVI, arXiv 2402.02750). With two bits, the index takes 3 bits per key element with
+the scales, 9.4 % of the K/V in 16 bits.
 
-A page is a row of int32 words: the codes ``[width / per, page]``, a word with those of ``per = 32 / bits`` channels of
-one token, then the lowest and the highest keys ``[2, width]``, in the model's dtype or, of float32, in bfloat16.
-``width`` is d_k in whole words.
+A page is a row of int32 words: first the codes ``[width / per, page]``, where a word has ``per = 32 / bits`` channels
+of one token; then the lowest and highest keys ``[2, width]``, in the model's dtype, or in bfloat16 for a float32 model.
+``width`` is d_k rounded up to whole words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORD = 32  # bits
 
 @cache
 def width_of(d_k: int, bits: int) -> int:
-    """Channels of a page's rows: d_k, and what fills up a word."""
+    """Return the channels per row of a page: d_k rounded up to whole words."""
     per = WORD // bits
     return -(-d_k // per) * per
 
@@ -34,16 +34,16 @@ def words_of(d_k: int, page: int, bits: int) -> int:
 
 
 def edge_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the lowest and highest of keys in ``dtype`` are kept in."""
+    """Return the dtype that stores the lowest and highest of keys in ``dtype``."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def encode(keys: Tensor, page: int, bits: int) -> Tensor:
-    """The pages of ``keys [H, n, d_k]``, of which the last may be partly filled: int32 ``[H, pages, words]``."""
+    """Encode ``keys [H, n, d_k]`` as pages, int32 ``[H, pages, words]``. The last page may be partly filled."""
     heads, n, d_k = keys.shape
     pages, per, width = -(-n // page), WORD // bits, width_of(d_k, bits)
     tiles = pad(keys, (0, width - d_k, 0, pages * page - n)).view(heads, pages, page, width)
-    if n % page:  # what is not there has no code and bounds nothing
+    if n % page:  # padding must not affect the bounds of the last page
         tiles = tiles.clone()
         tiles[:, -1, n % page :] = tiles[:, -1, :1]
     low, high = (edge.to(edge_dtype(keys.dtype)) for edge in tiles.aminmax(dim=2))
@@ -58,14 +58,14 @@ def encode(keys: Tensor, page: int, bits: int) -> Tensor:
 
 
 def edges(index: Tensor, d_k: int, page: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest keys in the pages ``index [H, pages, words]``: float32 ``[H, pages, width]`` each."""
+    """Return the lowest and the highest keys in ``index [H, pages, words]``: float32 ``[H, pages, width]`` each."""
     width = width_of(d_k, bits)
     kept = index[..., width * bits // WORD * page :].contiguous().view(edge_dtype(dtype)).float()
     return kept[..., :width], kept[..., width:]
 
 
 def decode(index: Tensor, d_k: int, page: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """What the pages ``index [H, pages, words]`` keep of their keys: float32 ``[H, pages * page, d_k]``."""
+    """Decode the pages ``index [H, pages, words]`` to keys, float32 ``[H, pages * page, d_k]``."""
     heads, pages, _ = index.shape
     per, width = WORD // bits, width_of(d_k, bits)
     edge = width // per * page
@@ -79,17 +79,17 @@ def decode(index: Tensor, d_k: int, page: int, bits: int, dtype: torch.dtype) ->
 
 
 def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
-    """Logits of all tokens in the ``index [H, pages, words]`` for ``query [H_q, d_k]``: float32 ``[H, G, tokens]``."""
+    """Score the tokens in ``index [H, pages, words]`` for ``query [H_q, d_k]``: logits, float32 ``[H, G, tokens]``."""
     grouped = query.float().view(index.shape[0], -1, query.shape[-1]) * scaling
     keys = decode(index, query.shape[-1], page, bits, query.dtype)
     return torch.bmm(grouped, keys.transpose(1, 2))
 
 
 def excess(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
-    """How much too high the logarithms of the pages' masses are by ``token_scores``: float32 ``[H, G, pages]``.
+    """Return by how much ``token_scores`` overestimates the log of each page's mass: float32 ``[H, G, pages]``.
 
-    A code is off by up to half a step, at random; the mean of e to the power of a sum with variance v is e to the power
-    of v / 2 times too high. v = sum over channels of (scaling * q * step) ** 2 / 12.
+    Each code has a random error of up to half a step. For a sum of errors with variance v, the mean of its exponential
+    is too high by a factor of e ** (v / 2). Here v = sum over channels of (scaling * q * step) ** 2 / 12.
     """
     low, high = edges(index, query.shape[-1], page, bits, query.dtype)
     steps = ((high - low) / ((1 << bits) - 1))[..., : query.shape[-1]]

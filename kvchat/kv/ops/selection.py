@@ -1,7 +1,4 @@
-"""Chooses pages or tokens for each KV head: scores, top-k, and which slots change (torch reference).
-
-All shapes are fixed, nothing is read back to the host.
-"""
+"""Choose pages or tokens for each KV head, with fixed shapes and nothing read back to the host (torch reference)."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from torch import Tensor
 
 from kvchat.kv.memory.device_slots import EMPTY
 
-NOTHING = -1e30  # the logarithm of no mass, finite: the difference of two infinities is no number
+NOTHING = -1e30  # the log of no mass; finite, because the difference of two infinities is NaN
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The pages ``first`` to ``last`` (0-d int64, inclusive); ``masked [page]`` is true for all others."""
+    """The pages ``first`` to ``last`` (0-d int64, inclusive); ``masked [page]`` is True for all other pages."""
 
     first: int
     last: Tensor
@@ -31,7 +28,7 @@ class Candidates:
 
 
 class TokenQuery(NamedTuple):
-    """What tokens are chosen by: a ``query [H_q, d_k]`` and keys in ``bits`` bits, ``codes [H, page, words]``.
+    """A ``query [H_q, d_k]`` and the keys it is compared with, in ``bits`` bits: ``codes [H, page, words]``.
 
     ``scaling`` is the layer's; ``means [H, page, d_v]`` are the pages' mean values if unread tokens are joined.
     """
@@ -44,10 +41,10 @@ class TokenQuery(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions: a token reads all from ``seen`` up to ``end`` except the candidates, of which some are chosen.
+    """Positions: the new token reads all from ``seen`` up to ``end``, except that some of the candidates are chosen.
 
-    ``first`` to ``last`` (inclusive) are the candidates. The index has the first ``known`` tokens, in full pages, and
-    all candidates are among them.
+    The candidates are ``first`` to ``last`` (inclusive). The index covers the first ``known`` tokens, in full pages,
+    including all candidates.
     """
 
     known: int
@@ -58,12 +55,12 @@ class Places(NamedTuple):
 
 
 def page_bounds(keys: Tensor, pages: int, page: int) -> Tensor:
-    """Element-wise maximum and negated minimum of each page's keys.
+    """Return the element-wise maximum and negated minimum of each page's keys.
 
     Args:
         keys: ``[H, n, d_k]``; the last page may be partly filled.
         pages: number of pages.
-        page: tokens of a page.
+        page: tokens per page.
 
     Returns:
         ``[H, pages, 2 * d_k]``, ``[max | -min]``.
@@ -76,12 +73,12 @@ def page_bounds(keys: Tensor, pages: int, page: int) -> Tensor:
 
 
 def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-    """Upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
+    """Return an upper bound of each page's attention logit (Quest's bound, FreeKV section 3.2), times ``scaling``.
 
     Args:
         query: ``[H_q, d_k]``.
         bounds: ``[H, page, 2 * d_k]``, ``[max | -min]``.
-        scaling: the layer's attention scale; the paper omits it, its published accurate program too (a departure).
+        scaling: the layer's attention scale. Departure: the paper and its published accuracy program omit it.
 
     Returns:
         ``[H, G, page]``
@@ -91,11 +88,11 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
 
 
 def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
-    """True for KV heads to correct: mean cosine of their queries over the group below ``tau`` (FreeKV section 3.3).
+    """Return True for each KV head whose mean query cosine over the group is below ``tau`` (FreeKV section 3.3).
 
     Args:
         query: ``[H_q, d_k]``.
-        before: the last token's, ``[H_q, d_k]``.
+        before: the previous token's query, ``[H_q, d_k]``.
         kv_heads: H.
         tau: threshold.
 
@@ -109,39 +106,39 @@ def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -
 
 
 def chosen_by(corrected: Tensor, query: Tensor, before: Tensor) -> Tensor:
-    """The ``query [H_q, d_k]`` of the KV heads ``corrected [H]``, the one ``before`` of all others."""
+    """Return the ``query [H_q, d_k]`` for KV heads that are ``corrected [H]``, the one ``before`` for all others."""
     by_head = len(corrected), -1, query.shape[-1]
     return torch.where(corrected[:, None, None], query.view(by_head), before.view(by_head)).view_as(query)
 
 
 def heaviest(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
-    """The ``k`` tokens or pages of highest weight of each KV head: softmax in float32, mean over the group.
+    """Return the ``k`` tokens or pages of highest weight for each KV head: softmax in float32, averaged over the group.
 
     Args:
         scores: ``[H, G, n]``.
-        hidden: those that have no weight, bool ``[n]``.
-        masked: those that may not be chosen, bool ``[n]``; the softmax is over them too.
-        k: how many to choose.
+        hidden: entries that have no weight, bool ``[n]``.
+        masked: entries that must not be chosen but count in the softmax, bool ``[n]``.
+        k: number to choose.
 
     Returns:
-        ``[H, k]`` int64, best first, -1 where there are fewer.
+        ``[H, k]`` int64, best first, padded with -1.
     """
     weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
-    # -inf, because even a weight that underflowed to 0 must win against what may not be chosen.
+    # -inf, because even a weight that underflowed to 0 must beat an entry that must not be chosen.
     return best(weights.masked_fill(masked | hidden, -torch.inf), k)
 
 
 def unread_part(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -> Tensor:
-    """The part of attention that falls on unread tokens, estimated by their pages' mean values.
+    """Estimate the attention to unread tokens from the mean values of their pages.
 
     Args:
-        scores: logits ``[H, G, n]`` by an index, of whole pages.
-        unread: which tokens are not read, bool ``[H, n]``.
-        excess: how much too high the logarithms of the pages' masses are, ``[H, G, page]``.
-        means: the pages' mean values ``[H, page, d_v]``.
+        scores: index logits ``[H, G, n]``, in whole pages.
+        unread: unread tokens, bool ``[H, n]``.
+        excess: by how much the log of each page's mass is too high, ``[H, G, page]``.
+        means: mean value of each page, ``[H, page, d_v]``.
 
     Returns:
-        float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last: ``NOTHING`` where all are read.
+        float32 ``[H, G, d_v + 1]``, the log-sum-exp in the last column: ``NOTHING`` if every token is read.
     """
     shape = *scores.shape[:2], means.shape[1], -1
     masses = scores.float().masked_fill(~unread.unsqueeze(1), NOTHING).view(shape)
@@ -151,42 +148,42 @@ def unread_part(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """The indices of the ``k`` highest ``scores [H, n]``, -1 if only -inf or NaN are left: int64 ``[H, k]``."""
+    """Return the indices of the ``k`` highest ``scores [H, n]``, int64 ``[H, k]``; -1 replaces -inf and NaN."""
     values, chosen = scores.topk(min(k, scores.shape[-1]), -1)
     chosen = chosen.masked_fill(~(values > -torch.inf), EMPTY)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
 
 
 def mask_of(chosen: Tensor, n: int) -> Tensor:
-    """The mask ``[H, n]`` of the indices ``chosen [H, k]``, where -1 is none."""
-    # -1 marks one more column, which is cut off.
+    """Return a mask ``[H, n]`` of the indices ``chosen [H, k]``; -1 is ignored."""
+    # -1 marks an extra column, which is cut off.
     marks = torch.zeros((len(chosen), n + 1), dtype=torch.bool, device=chosen.device)
     return marks.scatter(1, chosen.masked_fill(chosen < 0, n), True)[:, :n]
 
 
 def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
-    """The ``k`` pages that are ``heaviest`` among the candidates alone, those not ``masked`` (FreeKV's MeanS)."""
+    """Return the ``heaviest`` ``k`` pages, with the softmax over those not ``masked`` only (FreeKV's MeanS)."""
     return heaviest(scores, masked, masked, k)
 
 
 def assign_slots(wanted: Tensor, resident: Tensor, places: int, reuse: bool = False) -> Tensor:
     """Assign a slot to each wanted token or page: resident ones stay, the others take empty slots, best first.
 
-    Slots of what is no longer wanted become empty; they are given away at once only to ``reuse`` them, because
-    attention may be reading them.
+    Slots whose content is no longer wanted become empty. They are refilled in the same call only with ``reuse``,
+    because attention may still be reading them.
 
     Args:
         wanted: ``[C, k]`` distinct tokens or pages, best first, -1 = none.
-        resident: ``[C, n]`` distinct ones held by each slot, -1 = empty.
-        places: how many tokens or pages there are.
-        reuse: nothing reads the slots of what is not wanted.
+        resident: ``[C, n]`` distinct content of each slot, -1 = empty.
+        places: number of tokens or pages.
+        reuse: nothing is reading the slots of unwanted content.
 
     Returns:
-        ``[C, n]``, what each slot is to hold, -1 = none. Where empty slots are too few the last wait.
+        ``[C, n]``, the new content of each slot, -1 = none. With too few empty slots, the last ones wanted get none.
     """
     rows, n = resident.shape
     slots = torch.arange(n, device=resident.device).expand(rows, n)
-    # -1 writes to one more column, which is then cleared.
+    # -1 writes to an extra column, which is then cleared.
     slot_of = wanted.new_full((rows, places + 1), EMPTY).scatter_(1, resident.masked_fill(resident < 0, places), slots)
     slot_of[:, places:].fill_(EMPTY)
     at = slot_of.gather(1, wanted.masked_fill(wanted < 0, places))
@@ -200,6 +197,6 @@ def assign_slots(wanted: Tensor, resident: Tensor, places: int, reuse: bool = Fa
     fits = missing & (rank < empty.sum(1, keepdim=True))
     target = torch.where(fits, empty_first.gather(1, rank.clamp(min=0, max=n - 1)), at)
     kept = (wanted >= 0) & (fits | ~missing)
-    # What gets no slot is written to one more column, which is cut off.
+    # Whatever gets no slot is written to an extra column, which is cut off.
     placed = resident.new_full((rows, n + 1), EMPTY)
     return placed.scatter_(1, torch.where(kept, target, n), wanted)[:, :n]

@@ -1,8 +1,8 @@
-"""The operations of a decode step - append, attend, select, recall - in stock torch.
+"""Operations of a decode step (append, attend, select, recall) in plain torch.
 
-The reference, and what runs on a GPU where Triton does not. ``triton_ops`` has the same ops as Triton kernels, held
-against these, ``cpu_ops`` those of a CPU; ``choose_ops`` is the one place that chooses. All shapes are static, except
-where ``reads_back`` is true: there copies select the changed rows first. On a GPU that would force a synchronization.
+This is the reference, and the fallback on a GPU where Triton does not work. ``triton_ops`` has the same operations as
+Triton kernels and ``cpu_ops`` as compiled loops, both tested against this. All shapes are static unless ``reads_back``,
+when copies first select the changed rows. On a GPU that would force a synchronization.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvchat.kv.ops.selection import (
     unread_part,
 )
 
-SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to be read once
+SPILLED_BLOCK = 1024  # tokens per copy from the host pool, read once
 
 
 class TorchOps:
     """A step's operations on the host pool and slots.
 
-    ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait;
-    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``, and joins ``other_part``.
+    ``reads_back``: nothing runs concurrently, so reading a tensor's values never waits. ``reads_staged``: attention
+    reads spilled pages from ``DeviceSlots.staging`` and joins ``other_part``.
     """
 
     name = "torch"
@@ -55,7 +55,7 @@ class TorchOps:
         return (f"no Triton kernels: {self.kernel_refusal}",) if self.kernel_refusal else ()
 
     def begin_step(self, position: Tensor) -> None:
-        """Before the first layer; ``position`` (0-d int64) of the new token."""
+        """Prepare for the first layer; ``position`` (0-d int64) is the new token's."""
         self.position = position
         rows = self.host.row_index(position, self._heads)
         self._host_rows = torch.cat((rows, rows + self.host.value_rows))
@@ -63,11 +63,11 @@ class TorchOps:
     # ---- append
 
     def assign(self, slots: DeviceSlots, position: Tensor) -> None:
-        """``DeviceSlots.assign``, done at the latest when a layer's ``append`` is."""
+        """Do ``DeviceSlots.assign``, at the latest when a layer calls ``append``."""
         slots.assign(position)
 
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
+        """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and to the host pool."""
         kv = self._packed(key, value)
         scatter(self.host.rows(layer), self._host_rows, kv.flatten(0, 1))
         for slots in held:
@@ -81,23 +81,23 @@ class TorchOps:
     # ---- attend
 
     def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
-        """``attend_prefill``: of the tokens from position ``start`` on, over all of ``keys`` and ``values``."""
+        """Compute ``attend_prefill`` of the tokens from position ``start`` on, over all of ``keys`` and ``values``."""
         return attend_prefill(query, keys, values, start, spec)
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
-        """Attention of the KV heads in ``slots``; notes what was read.
+        """Compute attention for the KV heads in ``slots`` and record what was read.
 
         Args:
-            slots: where K and V lie; H is the number of its heads.
-            layer: which layer.
+            slots: K and V; H is its number of heads.
+            layer: index of the layer.
             query: ``[H_q, d_k]`` of all heads of the model.
             spec: the layer's attention rule.
-            needs_weights: whether the weights are wanted.
+            needs_weights: whether to return the weights.
 
         Returns:
-            ``[H, G, d_v]`` and the weights, None where they are not wanted. Slots that spill have none.
+            ``[H, G, d_v]``, and the weights or None. Slots that spill have no weights.
         """
         bias = self.bias(slots, layer, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
@@ -110,11 +110,11 @@ class TorchOps:
         return attended, Weights(weights) if needs_weights else None
 
     def products(self, keys: Tensor, values: Tensor) -> Products:
-        """Return those of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+        """Return the products with ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
         return products(keys, values)
 
     def keys(self, slots: DeviceSlots, layer: int) -> Tensor:
-        """The keys of the tokens in ``slots``, ``[H, n, d_k]``."""
+        """Return the keys of the tokens in ``slots``, ``[H, n, d_k]``."""
         return slots.keys(layer)
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
@@ -123,7 +123,7 @@ class TorchOps:
     def _of_slots(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor | None]:
-        """``query [H, G, d_k]`` and learned sinks ``[H, G]`` of the KV heads in ``slots``."""
+        """Return ``query [H, G, d_k]`` and learned sinks ``[H, G]`` of the KV heads in ``slots``."""
         g = self.geometry
         sinks = None if spec.sinks is None else slots.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         return slots.pick(layer, query.view(g.kv_heads, g.group, g.d_k), 0), sinks
@@ -131,11 +131,11 @@ class TorchOps:
     def _attend_spilled(
         self, slots: DeviceSlots, layer: int, partial: Partial, bias: Tensor, spec: AttentionSpec
     ) -> Tensor:
-        """Attention over the slots and over what left them, which comes from the host pool a block at a time."""
+        """Attend to the slots, and to the tokens that left them, which come from the host pool one block at a time."""
         g, heads = self.geometry, slots.heads_of(layer)[:, None]
         partial.add(slots.keys(layer), slots.values(layer), bias)
         last = self.position - slots.layout.window
-        # What can be captured must not read back; what cannot would read memory for nothing.
+        # A captured graph must not read back, so it reads up to the capacity. Elsewhere that would waste reads.
         end = int(last) + 1 if self.reads_back or not self.host.pinned else self.host.room
         for first in range(0, end, SPILLED_BLOCK):
             tokens = torch.arange(first, first + SPILLED_BLOCK, device=last.device)
@@ -149,7 +149,7 @@ class TorchOps:
         return partial.result()
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
-        """K and V ``[H, n, d]`` of ``tokens [n]`` or ``[H or 1, n]`` of ``heads [H, 1]`` from the host pool."""
+        """Return K and V ``[H, n, d]`` of ``tokens [n]`` or ``[H or 1, n]`` of ``heads [H, 1]`` from the host pool."""
         index = self.host.row_index(tokens, heads)
         return [
             gather(self.host.rows(layer), rows.flatten()).view(len(heads), -1, self.geometry.d)
@@ -159,21 +159,21 @@ class TorchOps:
     # ---- select
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        """``selection.page_scores``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]`` -> ``[H, G, page]``."""
+        """Compute ``selection.page_scores``, ``[H, G, page]``: ``query [H_q, d_k]``, ``bounds [H, page, 2 * d_k]``."""
         return page_scores(query, bounds, scaling)
 
     def needs_correction(self, query: Tensor, before: Tensor, tau: float) -> Tensor:
-        """``selection.needs_correction``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
+        """Compute ``selection.needs_correction``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
         return needs_correction(query, before, self.geometry.kv_heads, tau)
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
-        """The pages that each slot is to hold next.
+        """Return the pages that each slot holds next.
 
         Args:
             scores: ``[H, G, page]``.
-            candidates: which pages may be chosen.
-            resident: ``[H, k]`` page held by each slot, -1 = none.
-            flagged: the heads meant, bool ``[H]``; others keep what they hold. All, where not given.
+            candidates: pages that may be chosen.
+            resident: ``[H, k]`` page in each slot, -1 = none.
+            flagged: heads to choose for, bool ``[H]``, all by default; other heads keep their pages.
 
         Returns:
             ``[H, k]``, -1 = none.
@@ -183,26 +183,26 @@ class TorchOps:
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def encode_keys(self, keys: Tensor, bits: int) -> Tensor:
-        """``key_codes.encode``: ``keys [H, n, d_k]`` -> int32 ``[H, page, words]``."""
+        """Compute ``key_codes.encode``: ``keys [H, n, d_k]`` -> int32 ``[H, page, words]``."""
         return key_codes.encode(keys, self.geometry.page, bits)
 
     def token_scores(self, query: Tensor, index: Tensor, bits: int, scaling: float) -> Tensor:
-        """``key_codes.token_scores``: ``query [H_q, d_k]``, ``index [H, page, words]`` -> ``[H, G, token]``."""
+        """Compute ``key_codes.token_scores``: ``query [H_q, d_k]``, ``index [H, page, words]`` -> ``[H, G, token]``."""
         return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
         self, by: TokenQuery, hidden: Tensor, masked: Tensor, resident: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The tokens that each slot is to hold next, and ``unread_part`` of the others that may be chosen.
+        """Return the tokens that each slot holds next, and ``unread_part`` of the other tokens that may be chosen.
 
         Args:
-            by: what they are chosen by.
-            hidden: the tokens that have no weight, bool ``[token]``.
-            masked: the tokens that may not be chosen, bool ``[token]``.
-            resident: ``[H, k]`` token held by each slot, -1 = none.
+            by: query and index.
+            hidden: tokens that have no weight, bool ``[token]``.
+            masked: tokens that must not be chosen, bool ``[token]``.
+            resident: ``[H, k]`` token in each slot, -1 = none.
 
         Returns:
-            int64 ``[H, k]``, -1 = none; float32 ``[H, G, d_v + 1]``, None without mean values.
+            int64 ``[H, k]``, -1 = none; and float32 ``[H, G, d_v + 1]``, or None without mean values.
         """
         scores = self.token_scores(*by[:4])
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
@@ -212,14 +212,14 @@ class TorchOps:
     def list_tokens(
         self, slots: DeviceSlots, layer: int, by: TokenQuery, places: Places, k: int, pinned: Tensor, in_step: bool
     ) -> Tensor | None:
-        """Name in the layer's table what each KV head reads.
+        """Write to the layer's table the tokens that each KV head reads.
 
-        That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
-        be fewer), and the ``k`` candidates of highest weight by the query ``by``; there are more than ``k``
-        candidates. ``in_step`` its attention follows, which may do it too.
+        These are all of ``places`` outside the candidates, all that are ``pinned`` (bool ``[tokens]``, possibly
+        shorter), and the ``k`` candidates of highest weight for ``by``. There are more than ``k`` candidates. If
+        ``in_step``, the layer's attention follows and may do the choosing itself.
 
         Returns:
-            ``unread_part``; None without mean values, or where attention joins it.
+            ``unread_part``; None without mean values, or if attention joins it.
         """
         known, seen, first, last, end = places
         scores = self.token_scores(*by[:4])
@@ -239,7 +239,7 @@ class TorchOps:
         return self._unread_part(by, scores, unread)
 
     def _unread_part(self, by: TokenQuery, scores: Tensor, unread: Tensor) -> Tensor | None:
-        """``unread_part`` of the tokens ``unread [H, n]`` with these ``scores``; None without mean values."""
+        """Return ``unread_part`` of the tokens ``unread [H, n]`` with these ``scores``; None without mean values."""
         if by.means is None:
             return None
         excess = key_codes.excess(by.query, by.codes, self.geometry.page, by.bits, by.scaling)
@@ -265,8 +265,8 @@ class TorchOps:
     ) -> None:
         """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into the layer's slots from ``first`` on.
 
-        Then ``resident``, whose rows are each in one piece, is what is placed. Adds the K/V pairs moved, wanted and
-        moved from 8-bit pages to ``counters [3]``.
+        Then copies ``placed`` to ``resident``, whose rows are contiguous. Adds the K/V pairs moved, wanted and moved
+        from 8-bit pages to ``counters [3]``.
         """
         changed = (placed != resident) & (placed >= 0)
         self._count(counters, changed, placed)
@@ -277,29 +277,26 @@ class TorchOps:
         resident.copy_(placed)
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-        """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
+        """Copy the tokens ``positions [m]`` to slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
         layout = slots.layout
         heads = slots.heads_of(layout.first)[:, None]
         target = torch.arange(len(heads), device=targets.device)[:, None] * slots.n + targets
-        # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
+        # Rows that do not move are read too. Read position 0 for them: their own may be beyond the device's memory.
         read, changed = positions * taken, taken.expand(len(heads), -1)
         for layer in range(layout.first, layout.last):
             self._bring_tokens(slots, layer, read, heads, target, changed)
 
     def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
-        """Copy tokens ``positions [m]`` of the heads in ``rows [m]`` of ``slots`` to slots ``targets [m]``.
-
-        For use between steps.
-        """
+        """Copy tokens ``positions [m]`` of the heads of ``rows [m]`` to slots ``targets [m]``, between steps."""
         heads = slots.heads_of(layer)
         source, target = self.host.row_index(positions, heads[rows]), rows * slots.n + targets
         host, v_source = self.host.rows(layer), self.host.value_rows
         self._copy(host, slots.rows(layer), source, v_source, target, len(heads) * slots.n)
 
-    # ---- inside
+    # ---- helpers
 
     def _count(self, counters: Tensor, changed: Tensor, placed: Tensor, tokens: int = 1) -> None:
-        """Note what moves and what is wanted, and what of it comes from 8-bit pages; ``placed`` are ``tokens`` each."""
+        """Count tokens moved, wanted, and moved from 8-bit pages; each of ``placed`` has ``tokens`` tokens."""
         counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=tokens)
         if (quantized := self.host.quantized_at(placed.clamp(min=0) * tokens)) is not None:
             counters[2:].add_((quantized & changed).sum(), alpha=tokens)
@@ -321,9 +318,9 @@ class TorchOps:
     def _move(
         self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int, changed: Tensor
     ) -> None:
-        """Copy rows ``source`` to rows ``target`` where ``changed``; V lies ``v_source`` and ``v_target`` rows further.
+        """Copy rows ``source`` to rows ``target`` where ``changed``; V is ``v_source`` and ``v_target`` rows after K.
 
-        Without picking them out, rows that do not change get once more what they hold.
+        If the changed rows may not be selected, unchanged rows are overwritten with their own content.
         """
         if self.reads_back or not self.host.pinned:
             self._copy(host, slots, source[changed], v_source, target[changed], v_target)
@@ -338,7 +335,7 @@ class TorchOps:
         slots.index_copy_(0, torch.cat((target, target + v_target)), gather(host, both))
 
     def _packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
+        """Return K and V ``[H, d_k]``, ``[H, d_v]`` of one token as rows ``[2, H, d]``."""
         d = self.geometry.d
         if key.shape[-1] != value.shape[-1]:
             pad = torch.nn.functional.pad

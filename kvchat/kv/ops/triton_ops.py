@@ -1,10 +1,10 @@
-"""The ops of ``kvchat.kv.ops.torch_ops`` as Triton kernels: same tensors in, same tensors out.
+"""The operations of ``kvchat.kv.ops.torch_ops`` as Triton kernels, with the same signatures.
 
-Everything runs on the stream that is current, allocates only there, and reads nothing back, so that a step can be
-captured in a CUDA graph and recall can run beside the model. What changes from step to step is in tensors, what changes
-rarely (slots, pages) in integers that no kernel is compiled for: once a mode has decoded a token nothing is compiled,
-but for choosing pages when their number passes 1,024 and each doubling of it.
-``page_scores`` are float32 here; the rest is to rounding what stock torch operations give, and the same bits each time.
+Everything runs and allocates on the current stream and reads nothing back, so that a step can be captured in a CUDA
+graph and recall can run concurrently with the model. Values that change every step are in tensors; values that rarely
+change (slots, pages) are integers without specialization. So once a mode has decoded a token nothing is compiled,
+except to choose pages when their number passes 1,024 and each doubling of it. ``page_scores`` are float32 here. All
+other results equal those of plain torch up to rounding, and are deterministic.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton import append, attend, recall, select, tokens
 from kvchat.kv.ops.triton.language import host_tensors
 
-# Programs of one attention: a few for each of a GPU's multiprocessors, so that none waits for long.
+# Programs per attention: a few per multiprocessor, so that none waits long.
 PROGRAMS_PER_UNIT = 4
 PROGRAMS_ON_A_CPU = 64
 
 
 class TritonOps(TorchOps):
-    """``TorchOps`` by Triton kernels: bfloat16 and float16 on a CUDA device, and for any dtype in Triton's interpreter.
+    """``TorchOps`` as Triton kernels: bfloat16 and float16 on a CUDA device, any dtype in Triton's interpreter.
 
-    ``ctas`` programs recall, at most ``programs`` attend, in tiles of ``tile`` elements. A pageable host pool is not
-    the device's to address: what touches it is then left to stock torch operations.
+    ``ctas`` programs recall; at most ``programs`` attend, in tiles of ``tile`` elements. A device cannot address a
+    pageable host pool, so plain torch does whatever touches one.
     """
 
     name = "triton"
@@ -43,7 +43,7 @@ class TritonOps(TorchOps):
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
         super().__init__(geometry, host, device)
-        # Triton launches on the current device, not on its operands'.
+        # Triton launches on the current device, not on that of its operands.
         self._on: AbstractContextManager[object] = nullcontext()
         self.ctas, self.programs = recall.DEFAULT_CTAS, PROGRAMS_ON_A_CPU
         self.tile = attend.tile_of(device)
@@ -60,7 +60,7 @@ class TritonOps(TorchOps):
             super().begin_step(position)
 
     def assign(self, slots: DeviceSlots, position: Tensor) -> None:
-        if slots.layout.unordered or not self.host.pinned:  # else the kernel that appends does it
+        if slots.layout.unordered or not self.host.pinned:  # otherwise the append kernel assigns
             super().assign(slots, position)
 
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
@@ -103,7 +103,7 @@ class TritonOps(TorchOps):
             return select.choose(scores, candidates, resident, flagged)
 
     def encode_keys(self, keys: Tensor, bits: int) -> Tensor:
-        if keys.dtype == torch.float32:  # edges are rounded: the interpreter does it otherwise
+        if keys.dtype == torch.float32:  # the interpreter rounds edges differently
             return super().encode_keys(keys, bits)
         with self._on:
             return tokens.encode(keys, self.geometry.page, bits)
@@ -152,9 +152,9 @@ class TritonOps(TorchOps):
 
 
 class EightBitTritonOps(TritonOps, EightBitOps):
-    """``TritonOps`` over a pinned pool with 8-bit pages: the same kernels, which unpack behind the link.
+    """``TritonOps`` over a pinned pool with 8-bit pages: the same kernels, which unpack on the device.
 
-    They are not staged: the pages of a conversation lie in two pools, in an order that only ``places`` knows.
+    Pages are not staged, because they are in two pools, in an order known only to ``places``.
     """
 
     reads_staged = False

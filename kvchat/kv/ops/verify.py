@@ -1,7 +1,7 @@
-"""Start-up check: run every kernel once on this GPU and compare with the torch reference.
+"""Start-up check: run every kernel once on this GPU and compare the results with the torch reference.
 
-It shows what no other machine can: no C compiler for Triton's launchers, a GPU that Triton does not know, a kernel
-compiled wrong. Costs the compilations that the first steps would need anyway; Triton caches them on disk.
+It finds faults that depend on the machine: no C compiler for Triton's launchers, a GPU unknown to Triton, a miscompiled
+kernel. It costs only compilations that the first steps need anyway; Triton caches them on disk.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
 
 PAGES = 8
-# Relative L2 error. Rounding to bfloat16 makes about 0.005; a wrong mask or row makes more than 0.1.
+# Relative L2 error. Rounding to bfloat16 causes about 0.005; a wrong mask or row causes more than 0.1.
 TOLERANCE = 0.05
 
 
 @functools.cache
 def kernel_failure(geometry: Geometry, device: torch.device, quantizes: bool = False) -> str:
-    """Return why the kernels cannot be used for this geometry of one layer on ``device``, empty if they can.
+    """Return why the kernels cannot be used for this geometry of one layer on ``device``; "" if they can.
 
-    Where it ``quantizes``, over a host pool with 8-bit pages.
+    ``quantizes`` means that the host pool has 8-bit pages.
     """
     try:
         with torch.inference_mode():
             kinds = (EightBitOps, EightBitTritonOps) if quantizes else (TorchOps, TritonOps)
             expected, measured = (outcomes(kind, geometry, device) for kind in kinds)
             wrong = [name for name in expected if not error(measured[name], expected[name]) <= TOLERANCE]
-    except Exception as raised:  # noqa: BLE001  # Triton raises whatever its compiler, a C compiler or the driver does
+    except Exception as raised:  # noqa: BLE001  # Triton raises any error of its compiler, a C compiler or the driver
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"
     return f"wrong results on this machine: {', '.join(wrong)}" if wrong else ""
 
 
 def error(measured: Tensor, expected: Tensor) -> float:
-    """||measured - expected|| / ||expected||, of whole numbers all or nothing; NaN anywhere gives NaN."""
+    """Return ||measured - expected|| / ||expected||; for integers 0 if equal, else 1. NaN anywhere gives NaN."""
     if not expected.is_floating_point():
         return 0.0 if torch.equal(measured, expected) else 1.0
     measured, expected = measured.double(), expected.double()
@@ -52,13 +52,13 @@ def error(measured: Tensor, expected: Tensor) -> float:
 
 
 def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[str, Tensor]:
-    """Return what each operation does with the same random numbers, independent of the order within a head's slots."""
+    """Return each operation's result for the same random inputs, independent of the order within a head's slots."""
     step = _Step(kind, g, device)
     return step.append() | step.select() | step.recall() | step.choose() | step.attend() | step.move()
 
 
 class _Step:
-    """One layer's operations in the order of a step, on as many random tokens as fill the pages."""
+    """One layer's operations in the order of a step, on random tokens that fill the pages."""
 
     def __init__(self, kind: type[TorchOps], g: Geometry, device: torch.device) -> None:
         self.g, self.device, self._drawn = g, device, torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ class _Step:
         self.host.reserve(last + 1)
         self.ops.begin_step(self.position)
         self.ops.assign(self.slots, self.position)
-        self.ops.append([self.slots], 0, self.keys[:, last], self.values[:, last])  # it fills a page
+        self.ops.append([self.slots], 0, self.keys[:, last], self.values[:, last])  # fills a page
         self.host.total = last + 1
         self.host.reserve(last + 2)
         self.position.fill_(last + 1)
@@ -117,7 +117,7 @@ class _Step:
         }
 
     def choose(self) -> dict[str, Tensor]:
-        """Tokens by their codes, with some resident the second time: how many, and their weights, to rounding."""
+        """Choose tokens by their codes, first without and then with resident ones: how many, and their weights."""
         g, k = self.g, self.g.page + 3
         found: dict[str, Tensor] = {}
         tokens = torch.arange(PAGES * g.page, device=self.device)
@@ -145,7 +145,7 @@ class _Step:
         shares = torch.zeros(self.slots.n, device=self.device)
         weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(self.slots.n))
         spilling = DeviceSlots(Layout(0, 1, 0, self.g.page, spills=True), self.g, self.device)
-        # Joined with a part that weighs nothing.
+        # Join a part without weight.
         nothing = torch.full((self.g.kv_heads, self.g.group, self.g.d_v + 1), -1e4, device=self.device)
         spilling.on_cpu, spilling.other_part = range(PAGES * self.g.page, PAGES * self.g.page), lambda: nothing
         spilled, _ = self.ops.attend(spilling, 0, self.query, self.spec, False)

@@ -1,9 +1,9 @@
-"""One token's attention over pages of which some are kept in 8 bits, compiled by numba.
+"""One token's attention over pages of which some have 8 bits, compiled by numba.
 
-Codes are multiplied as they lie: the scales of a page's key channels are multiplied into the query once a page, those
-of its values into the token's weight. A page lies in ``rows`` (exact) or in ``codes`` with its ``scales``, which are
-two views of the same memory, ``block`` bytes for each KV head; ``places [page]`` says where, as in ``EightBitPool``.
-Read are the tokens in ``table [H or 1, n]``, ascending. Strides are in numbers.
+Codes are multiplied without unpacking them: the scales of a page's key channels are multiplied into the query once per
+page, a value's scale into its weight. A page is in ``rows`` (full precision), or in ``codes`` and ``scales``, two views
+of the same memory with ``block`` bytes per KV head; ``places [page]`` says where, as in ``EightBitPool``. The loops
+read the tokens in ``table [H or 1, n]``, ascending. Strides count numbers, not bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled, widened
 
-TOKENS = 256  # that one thread reads at a time
+TOKENS = 256  # tokens per task of a thread
 PAGES = "i4[:, :], i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
 
 
@@ -31,7 +31,7 @@ def scores(
     page_size: int,
     scores: Array,
 ) -> None:
-    """Products of ``query [H, G, d_k]`` and the keys into ``scores [H, G, n]``."""
+    """Write the products of ``query [H, G, d_k]`` and the keys to ``scores [H, G, n]``."""
     heads, group, n = scores.shape
     d = query.shape[2]
     parts = -(-n // TOKENS)
@@ -64,7 +64,7 @@ def scores(
                 for g in range(group):
                     score = np.float32(0)
                     for i in range(d):
-                        score += scaled[g, i] * np.float32(np.int32(code[i]))  # else numba takes 64 bits for it
+                        score += scaled[g, i] * np.float32(np.int32(code[i]))  # numba would compute with 64 bits
                     scores[head, g, slot] = score
 
 
@@ -82,7 +82,7 @@ def sums(
     page_size: int,
     sums: Array,
 ) -> None:
-    """The values times ``weights [H, G, n]``, added up for each ``TOKENS`` slots into ``sums [H, part, G, d_v]``."""
+    """Write the values times ``weights [H, G, n]``, summed per ``TOKENS`` slots, to ``sums [H, part, G, d_v]``."""
     heads, parts, group, d = sums.shape
     n = weights.shape[2]
     for task in numba.prange(heads * parts):

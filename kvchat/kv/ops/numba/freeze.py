@@ -1,4 +1,4 @@
-"""The loops behind freeze mode on a CPU, compiled by numba: one pass in place of many operations."""
+"""Loops of freeze mode on a CPU, compiled by numba: one pass instead of many operations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvchat.kv.ops.numba.parts import add_softmax, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _says(mask: Array, token: int) -> bool:
-    """The entry of ``mask`` for ``token``; the last entry holds for all later tokens."""
+def _entry(mask: Array, token: int) -> bool:
+    """Return the entry of ``mask`` for ``token``; the last entry is for all later tokens."""
     return bool(mask[min(token, len(mask) - 1)])
 
 
@@ -39,16 +39,16 @@ def flag(
     away: Array,
     retrieved: Array,
 ) -> None:
-    """``Timers._flag`` of the tokens in ``table [n]`` into ``counts``, ``away`` and ``retrieved``, ``[n]`` each.
+    """Compute ``Timers._flag`` of ``table [n]`` into ``counts``, ``away`` and ``retrieved``, ``[n]`` each.
 
-    Tokens from ``first`` up to ``end`` may freeze, but for ``pins`` and ``protected`` ones.
+    Tokens from ``first`` up to ``end`` may freeze unless ``pins`` or ``protected``.
     """
     for slot in range(len(table)):
         token = table[slot]
         counts[slot], away[slot], retrieved[slot] = 0, 0, False
         if token == EMPTY:
             continue
-        may = first <= token < end and not _says(pins, token) and not _says(protected, token)
+        may = first <= token < end and not _entry(pins, token) and not _entry(protected, token)
         low, count = may and score[slot] < tau, detections[token]
         if halves and score[slot] > tau and count > 0:
             count //= 2
@@ -73,7 +73,7 @@ def store_step(
     frozen: Array,
     waiting: Array,
 ) -> None:
-    """``Timers._store_step`` of the tokens in ``table [n]``; ``waiting`` and what stands before it are by token."""
+    """Compute ``Timers._store_step`` of ``table [n]``; ``detections`` to ``waiting`` are indexed by token."""
     for token in range(len(timer)):
         timer[token] -= 1
     for slot in range(len(table)):
@@ -92,7 +92,7 @@ def store_step(
 def mark_hot(
     query: Array, bounds: Array, scales: Array, sight: Array, position: int, page_size: int, least: float, hot: Array
 ) -> None:
-    """``Freeze._hot_pages``: sets ``hot [capacity + 1]``, all False, at the tokens of pages with more than ``least``.
+    """Compute ``Freeze._hot_pages``: set ``hot [capacity + 1]`` for all tokens of pages with more than ``least``.
 
     ``query [layers, H, G, d_k]`` and ``bounds [layers, H, page, 2 * d_k]``; a layer sees ``sight`` tokens.
     """
@@ -116,7 +116,7 @@ def mark_hot(
 
 @compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
 def mark_followers(table: Array, retrieved: Array, position: int, following: int, hot: Array) -> None:
-    """Set ``hot [capacity + 1]`` at ``following`` tokens from each ``retrieved [n]`` one on, up to ``position``."""
+    """Set ``hot [capacity + 1]`` for ``following`` tokens from each ``retrieved [n]`` one on, up to ``position``."""
     for slot in range(len(table)):
         if retrieved[slot]:
             for token in range(table[slot], min(table[slot] + following, position + 1)):

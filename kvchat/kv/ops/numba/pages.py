@@ -1,7 +1,6 @@
-"""Choosing, moving and opening a layer's pages, and turning one token's heads, compiled by numba.
+"""Choosing, moving and opening a layer's pages, and rotary embedding of one token, compiled by numba.
 
-These are some forty operations on a few hundred numbers: in torch and in numpy their number is what they cost, in one
-loop the numbers are.
+These are some forty operations on a few hundred numbers. In torch and numpy the cost is that of the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvchat.kv.ops.numba.parts import add_softmax, score_pages, turn
 
 @compiled("i8(i4[:, ::1], i4[:, ::1], i8, f4[:, ::1])")
 def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
-    """``DeviceSlots.bias`` of ``table [H, n]``, from token ``first`` on; how many are read."""
+    """Compute ``DeviceSlots.bias`` of ``table [H, n]`` from token ``first`` on; return how many entries are read."""
     heads, n = table.shape
     read = 0
     for head in range(heads):
@@ -30,14 +29,14 @@ def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
 
 @compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
+    """Compute ``selection.page_scores`` of ``query [H, G, d_k]`` and ``bounds [H, page, 2 * d_k]`` into ``scores``."""
     for head in range(len(query)):
         score_pages(query[head], bounds[head], scaling, scores[head])
 
 
 @numba.njit  # type: ignore[untyped-decorator]
 def find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
-    """The numbers, counted from ``first``, of the highest ``weights`` and these; EMPTY where there are no more."""
+    """Write the ``best`` weights and their indices plus ``first`` to ``wanted``, highest first, padded with EMPTY."""
     found = 0
     for i in range(len(weights)):
         if found < len(wanted):
@@ -54,7 +53,7 @@ def find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _place(wanted: Array, resident: Array, kept: Array, placed: Array) -> None:
-    """``selection.assign_slots`` of one head; ``wanted`` is used up."""
+    """Compute ``selection.assign_slots`` of one head; overwrites ``wanted``."""
     for slot in range(len(resident)):
         kept[slot], placed[slot] = False, EMPTY
     for i in range(len(wanted)):
@@ -73,7 +72,7 @@ def _place(wanted: Array, resident: Array, kept: Array, placed: Array) -> None:
 
 @compiled("void(f4[:, :, ::1], i8, i8, i8[:, ::1], i8[:, ::1])")
 def choose(scores: Array, first: int, last: int, resident: Array, placed: Array) -> None:
-    """``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one), all heads, into ``placed [H, k]``."""
+    """Compute ``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one) into ``placed [H, k]``."""
     heads, group, _ = scores.shape
     k, pages = resident.shape[1], last - first + 1
     weights, powers, best = np.empty(pages, np.float32), np.empty(pages, np.float32), np.empty(k, np.float32)
@@ -88,12 +87,12 @@ def choose(scores: Array, first: int, last: int, resident: Array, placed: Array)
 
 @compiled("void(i8[:, :, ::1], i4[:, :, ::1], i8, i8, i8)")
 def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int) -> None:
-    """``DeviceSlots.open_pages`` of ``pages [layers, H, k]`` in ``table [layers, H, n]``."""
+    """Compute ``DeviceSlots.open_pages`` of ``pages [layers, H, k]`` in ``table [layers, H, n]``."""
     layers, heads, k = pages.shape
     for layer in range(layers):
         for head in range(heads):
             for slot in range(k):
-                start = pages[layer, head, slot] * page_size  # of an empty slot below first
+                start = pages[layer, head, slot] * page_size  # below ``first`` if the slot is empty
                 for i in range(page_size):
                     token = start + i
                     table[layer, head, slot * page_size + i] = token if first <= token <= last else EMPTY
@@ -114,8 +113,8 @@ def move_pages(
 ) -> None:
     """Copy the pages ``placed [H, k]`` of KV ``heads [H]`` that are not ``resident [H, k]``, of ``tokens`` tokens each.
 
-    From ``source [block, word]``, by its strides in blocks, to ``target [2, H, slot, word]``; a word is 8 bytes. The
-    K/V pairs moved and wanted are added to ``counters [2]``.
+    Copies from ``source [block, word]``, with strides in blocks, to ``target [2, H, slot, word]``; a word has 8 bytes.
+    Adds the K/V pairs moved and wanted to ``counters [2]``.
     """
     size = source.shape[1]
     for head in range(len(heads)):
@@ -139,7 +138,7 @@ def move_rows(
 ) -> None:
     """Copy keys from ``rows [H, n]`` of ``source [row, byte]`` to rows ``to [H, n]`` of ``target``, where ``changed``.
 
-    The values lie ``value_rows`` and ``value_to`` rows further.
+    Values follow ``value_rows`` and ``value_to`` rows later.
     """
     for head in range(len(changed)):
         for slot in range(changed.shape[1]):
@@ -152,5 +151,5 @@ def move_rows(
 
 @compiled("void(f4[:, ::1], f4[::1], f4[::1])")
 def rotate(heads: Array, cos: Array, sin: Array) -> None:
-    """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
+    """Apply rotary embedding to the ``heads [n, d]`` of one token, with ``cos`` and ``sin [d]``."""
     turn(heads, cos, sin)

@@ -1,4 +1,4 @@
-"""Parts of the loops of several modules, compiled into each: one module can be compiled without the others."""
+"""Functions that several modules of loops share; each compiles its own copy, so that modules compile independently."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, Array, exp, widened
 
-TINY = np.float32(1e-30)  # where scores are no numbers
+TINY = np.float32(1e-30)  # the least divisor, for scores that are NaN
 
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """One head's ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
+    """Score one head's pages: ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
     group, d = query.shape
     parts = np.empty((group, 2 * d), np.float32)
     for g in range(group):
@@ -30,7 +30,7 @@ def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> N
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
-    """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
+    """Add the softmax of ``scores`` to ``weights``; overwrites ``powers``, of the same length."""
     highest, total = scores[0], np.float32(0)
     for score in scores:
         highest = max(highest, score)
@@ -43,14 +43,14 @@ def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def join_parts(highest: Array, totals: Array, sums: Array, sinks: Array, result: Array) -> None:
-    """Attention over all tokens, of that over parts of them, into ``result [H, rows, d_v]``.
+    """Join the attention over parts of the tokens into ``result [H, rows, d_v]``.
 
-    Where it has a column more, that is the logarithm of the sum of exponentials.
+    If ``result`` has one more column, it gets the log-sum-exp.
 
     Args:
-        highest: each part's highest score ``[H, part, rows or more]``.
-        totals: the sums of e to the power of its scores, less the highest; of the same shape.
-        sums: its values times these powers, ``[H, part, rows, d_v]``.
+        highest: maximum score of each part, ``[H, part, rows or more]``.
+        totals: sum of exponentials of each part's scores less its maximum, same shape.
+        sums: values weighted by these exponentials, ``[H, part, rows, d_v]``.
         sinks: learned logits ``[H, rows]``, or ``[0, 0]``.
     """
     heads, rows, columns = result.shape
@@ -77,7 +77,7 @@ def join_parts(highest: Array, totals: Array, sums: Array, sinks: Array, result:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def turn(heads: Array, cos: Array, sin: Array) -> None:
-    """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
+    """Rotate the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, pairing the first half with the second."""
     half = heads.shape[1] // 2
     for head in range(len(heads)):
         for i in range(half):

@@ -1,12 +1,12 @@
-"""A few tokens at once, as drafts are verified, compiled by numba: their attention, and their products with weights.
+"""Attention and matrix products of a few tokens at once, as for verifying drafts, compiled by numba.
 
-Each key and each value is read once for all rows (tokens, times the query heads of a KV head). 16 rows lie side by side
-in a vector, so that a key's number is multiplied with those of all rows at once, and nothing has to be added up across
-a vector. On one thread 8 rows over 16,000 tokens, 4 KV heads of 64, take 1.5 times what the two of one token take, 16
-rows 1.7 times, 32 rows 2.6 times; torch's products, which write the scores out, take 4 to 6 times.
+Each key and value is read once for all rows (tokens times query heads per KV head). A vector holds 16 rows, so that one
+element of a key is multiplied with all of them at once and no sum across a vector is needed. On one thread, over 16,000
+tokens with 4 KV heads of 64, 8 rows take 1.5 times as long as the two rows of one token and 32 rows 2.6 times; torch's
+products, which store the scores, take 4 to 6 times as long.
 
-Weights lie in rows long enough to add up across a vector at their end. Where MKL takes 3.3 to 4.4 times as long for 8
-rows as for one (an AMD EPYC, one thread), the loop takes 1.8 to 2.4 times, for 4 rows 1.5 to 1.7 times.
+Weight rows are long enough to sum across a vector at their end. For 8 rows instead of one, MKL takes 3.3 to 4.4 times
+as long (AMD EPYC, one thread), this loop 1.8 to 2.4 times.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from numba.extending import intrinsic
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, Array, compiled, exp, prefetch, widened
 from kvchat.kv.ops.numba.parts import join_parts
 
-LANES = 16  # rows of a vector
-TOKENS = 512  # that one thread reads at a time
+LANES = 16  # rows per vector
+TOKENS = 512  # tokens per task of a thread
 TILE = 8  # tokens whose sums stay in registers
-AHEAD = 16  # tokens before they are due they are asked for
+AHEAD = 16  # prefetch distance in tokens
 ROWS, VECTORS = 4, 4  # rows, and vectors of each, whose sums stay in registers
-OUTPUTS = 32  # that one thread multiplies at a time
-STRIP = 8 * LANES  # numbers of a loop that the compiler makes vectors of
-UNSEEN = np.float32(np.finfo(np.float32).min / 4)  # finite: the difference of two infinities is no number
+OUTPUTS = 32  # outputs per task of a thread
+STRIP = 8 * LANES  # numbers in a loop that the compiler vectorizes
+UNSEEN = np.float32(np.finfo(np.float32).min / 4)  # finite, because the difference of two infinities is NaN
 SIZE, WORD, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 NOTHING, ZEROS = ir.Constant(VECTOR, ir.Undefined), ir.Constant(VECTOR, [0.0] * LANES)
@@ -47,7 +47,7 @@ def _pointer(builder: Any, data: Any, index: Any, number: ir.Type = FLOAT) -> An
 
 
 def _as_floats(builder: Any, stored: Any) -> Any:
-    """``widened``, for a number or a vector."""
+    """Apply ``widened`` to a number or a vector."""
     if stored.type in (FLOAT, VECTOR):
         return stored
     is_one = isinstance(stored.type, ir.IntType)
@@ -57,14 +57,14 @@ def _as_floats(builder: Any, stored: Any) -> Any:
 
 
 def _add_product(builder: Any, total: Any, one: Any, other: Any) -> None:
-    """Add to the vector that ``total`` points to."""
+    """Add ``one * other`` to the vector at ``total``."""
     shape = ir.FunctionType(VECTOR, [VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, shape, f"llvm.fma.v{LANES}f32")
     builder.store(builder.call(fma, [one, other, builder.load(total)]), total)
 
 
 def _sums(builder: Any, rows: int, columns: int) -> list[list[Any]]:
-    """Vectors in registers, 0 each."""
+    """Return zeroed vectors in registers."""
     found = [[cgutils.alloca_once(builder, VECTOR) for _ in range(columns)] for _ in range(rows)]
     for total in (total for row in found for total in row):
         builder.store(ZEROS, total)
@@ -76,7 +76,7 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, *numbers: 
 
 
 def _scorer(vectors: int) -> Callable[..., Any]:
-    """Products of ``vectors`` vectors of rows and the keys of ``TILE / vectors`` tokens, of which ``left`` exist."""
+    """Return code that multiplies ``vectors`` vectors of rows with the keys of ``TILE / vectors`` tokens."""
     tokens = TILE // vectors
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -112,7 +112,7 @@ def _scorer(vectors: int) -> Callable[..., Any]:
 
 
 def _adder(vectors: int) -> Callable[..., Any]:
-    """``ROWS`` rows of ``vectors`` vectors of the values of ``tokens`` tokens, times their weights."""
+    """Return code that sums the weighted values of ``tokens`` tokens for ``ROWS`` rows of ``vectors`` vectors."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def add(
@@ -148,7 +148,7 @@ def _adder(vectors: int) -> Callable[..., Any]:
 def _multiply_tile(
     _context: Any, x: Any, x_at: Any, weight: Any, weight_at: Any, size: Any, sums: Any, to: Any, stride: Any
 ) -> Any:
-    """Products of ``ROWS`` rows of x and ``ROWS`` of the weights, of ``size`` numbers each."""
+    """Multiply ``ROWS`` rows of x with ``ROWS`` rows of the weights, of ``size`` numbers each."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, sums = _data(context, builder, signature, arguments, 0, 2, 5)
@@ -183,8 +183,8 @@ _add_wide, _add_vector = _adder(VECTORS), _adder(1)
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def _highest(scores: Array, highest: Array) -> None:
-    """The highest of ``scores [n * STRIP]`` in each lane, into ``highest [STRIP]``, over and over."""
-    for i in range(STRIP):  # as one assignment of arrays it takes seconds to compile
+    """Write the maximum of each lane of ``scores [n * STRIP]`` to ``highest [STRIP]``, repeated to fill the strip."""
+    for i in range(STRIP):  # an array assignment takes seconds to compile
         highest[i] = scores[i]
     for begin in range(STRIP, len(scores), STRIP):
         strip = scores[begin : begin + STRIP]
@@ -200,7 +200,7 @@ def _highest(scores: Array, highest: Array) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _to_powers(scores: Array, highest: Array, totals: Array) -> None:
-    """Replace ``scores`` by e to their power, less ``highest``; their sums in each lane first in ``totals [STRIP]``."""
+    """Replace ``scores`` by their exponentials less ``highest``; write the sum of each lane to ``totals [LANES]``."""
     totals[:] = 0
     for begin in range(0, len(scores), STRIP):
         strip = scores[begin : begin + STRIP]
@@ -214,9 +214,9 @@ def _to_powers(scores: Array, highest: Array, totals: Array) -> None:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _score_tile(query: Array, keys: Array, at: int, stride: int, left: int, d: int, scores: Array, token: int) -> None:
-    """Products of ``query [vectors, d, LANES]`` and the keys of a tile, the ``token``-th of a part and those after it.
+    """Multiply ``query [vectors, d, LANES]`` with the keys of a tile, from the ``token``-th of a part on.
 
-    Of the tile ``left`` tokens are there; those behind them are scored as the last of these.
+    The tile has ``left`` tokens; the last one is scored instead of the missing ones.
     """
     vectors, half = len(query), TILE // 2
     for vector in range(0, vectors - 1, 2):
@@ -229,8 +229,8 @@ def _score_tile(query: Array, keys: Array, at: int, stride: int, left: int, d: i
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _close(scores: Array, first: int, vector: int, end: int, new: int, window: int) -> None:
-    """Close the tokens from ``first`` on of ``scores [n * LANES]`` to the rows of a vector that do not see them."""
+def _mask_unseen(scores: Array, first: int, vector: int, end: int, new: int, window: int) -> None:
+    """Mask ``scores [n * LANES]`` of the tokens from ``first`` on for the rows of a vector that do not see them."""
     for lane in range(LANES):
         position = end - new + (vector * LANES + lane) % new
         for token in range(len(scores) // LANES):
@@ -259,19 +259,19 @@ def attend_rows(
     sinks: Array,
     result: Array,
 ) -> None:
-    """Exact attention of the last ``new`` of ``end`` tokens.
+    """Compute exact attention of the last ``new`` of ``end`` tokens.
 
     Args:
         query: float32 ``[H, vectors, d_k, LANES]`` times the layer's scale; row r of a KV head is of new token r % new.
-        keys: the memory from the first key on, whose next head and next token lie so many numbers further.
+        keys: memory from the first key on, with the strides of heads and tokens in numbers.
         values: as keys.
-        begin: the first token that one of the rows sees.
-        end: tokens in all.
-        new: tokens that attend.
-        window: most recent tokens that each sees.
-        softcap: of the layer, 0 where there is none.
+        begin: first token that any of the rows sees.
+        end: number of tokens.
+        new: number of tokens that attend.
+        window: number of most recent tokens that each sees.
+        softcap: the layer's, or 0.
         sinks: learned logits ``[H, rows]``, or ``[0, 0]``.
-        result: float32 ``[H, rows, d_v]``, written; ``rows`` is a multiple of ``ROWS``, ``d_v`` of ``LANES``.
+        result: output, float32 ``[H, rows, d_v]``; ``rows`` is a multiple of ``ROWS``, ``d_v`` of ``LANES``.
     """
     heads, vectors, d_k, _ = query.shape
     rows, d_v = result.shape[1:]
@@ -306,7 +306,7 @@ def attend_rows(
                 for i in range(len(of_vector)):
                     of_vector[i] = cap * np.tanh(of_vector[i] / cap)
             if is_edge:
-                _close(of_vector, first, vector, end, new, window)
+                _mask_unseen(of_vector, first, vector, end, new, window)
             _highest(of_vector, high)
             _to_powers(of_vector, high, total)
             for lane in range(LANES):
@@ -325,9 +325,9 @@ def attend_rows(
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=HAS_THREADS)
 def multiply(x: Array, weight: Array, result: Array) -> None:
-    """``x [rows, size]`` through ``weight [outputs, size]`` into ``result [rows, outputs]``.
+    """Multiply ``x [rows, size]`` with ``weight [outputs, size]`` into ``result [rows, outputs]``.
 
-    Rows and outputs are multiples of ``ROWS``, the size is one of ``LANES``.
+    ``rows`` and ``outputs`` are multiples of ``ROWS``, ``size`` of ``LANES``.
     """
     outputs, size = weight.shape
     for part in numba.prange(-(-outputs // OUTPUTS)):

@@ -1,8 +1,8 @@
-"""Choosing tokens one by one by an index of their keys in a few bits, compiled by numba.
+"""Choosing single tokens by an index of quantized keys, and attending to them, compiled by numba.
 
 A page of the index is a row of 32-bit words: codes ``[width / per, PAGE]``, then the lowest and the highest key of each
-channel in bfloat16. A token's word holds its codes of ``per = 32 / bits`` channels, so that a page's tokens are scored
-side by side.
+channel in bfloat16. A word has one token's codes of ``per = 32 / bits`` channels, so that the tokens of a page are
+scored in parallel.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from kvchat.kv.ops.numba.loops import (
 from kvchat.kv.ops.numba.parts import TINY, join_parts
 
 LANES = 16
-TOGETHER = 4  # query heads whose sums stay in registers; each number of them takes 0.3 s to compile
-PART = 16  # pages that one thread scores at a time
+TOGETHER = 4  # query heads whose sums stay in registers; 0.3 s to compile for each number of heads
+PART = 16  # pages per scoring task of a thread
 HIGHEST = 2**31 - 1
-BLOCKS = 2  # for each of k tokens that are chosen: the k-th highest of what is highest in each leaves some 1.3 k tokens
-ROUGH = 15  # bits of a weight that this bound does without
-# The processor moves what is kept of a vector to its front; numba compiles for another one where it is told to.
+BLOCKS = 2  # blocks per chosen token: the k-th highest of their maxima is a bound that about 1.3 k tokens reach
+ROUGH = 15  # low bits of a weight that this bound ignores
+# Whether to use the instruction that moves selected lanes to the front; numba may compile for another processor.
 COMPRESSES = llvm.get_host_cpu_features().get("avx512f", False) and not numba.config.CPU_NAME
-ATTENDED = 128  # tokens that one thread attends to at a time
-AHEAD = 12  # tokens before they are due they are asked for
-PAGES_AHEAD = 4  # as AHEAD; the processor alone waits for each: SmolLM2 was scored in 1.3 times the time
+ATTENDED = 128  # tokens per attending task of a thread
+AHEAD = 12  # prefetch distance in tokens
+PAGES_AHEAD = 4  # prefetch distance in pages; without it, scoring SmolLM2 took 1.3 times as long
 STORED = "number[::1], i8, i8, number[::1], i8, i8"  # keys and values, each with two strides
 ATTENDS_WITH = f"f4[:, :, ::1], f8, f8, f4[:, ::1], {STORED}, i4[:, :], f4[:, :, ::1]"
 
 
 def _multiplier(bits: int) -> Callable[..., Any]:
-    """The loop over a page's codes of ``bits`` bits, in vectors: the compiler's own takes three times as long."""
+    """Return a vectorized loop over a page's codes of ``bits`` bits; the compiler's own takes three times as long."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def multiply(
@@ -95,10 +95,10 @@ def _vector(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
 def _multiplied(
     builder: Any, bits: int, heads: int, codes: Any, edges: Any, words: Any, query: Any
 ) -> tuple[list[list[Any]], list[Any]]:
-    """The scores of a page's tokens for the queries of ``heads`` heads, in vectors, and its ``key_codes.excess``.
+    """Generate the scores of a page's tokens for the queries of ``heads`` heads, and the page's ``key_codes.excess``.
 
-    A word's channels become weights first: of a key that is ``low + code * step`` the product with a query is that of
-    ``query * low``, which is the same for all tokens, and ``code`` times ``query * step``.
+    The product of a query and a key ``low + code * step`` is ``query * low``, the same for all tokens, plus ``code``
+    times the weight ``query * step``. So each word first computes the weights of its channels.
     """
     per = 32 // bits
     whole, real = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -120,7 +120,7 @@ def _multiplied(
     bases, begun = ([builder.phi(channels) for _ in range(heads)] for _ in range(2))
     sums, sums_of_low, squares = [list(of) for of in totals], list(bases), list(begun)
     channel, width = builder.mul(word, number(per)), builder.mul(words, number(per))
-    place = builder.add(builder.mul(words, number(2 * PAGE)), channel)  # in numbers of 16 bits
+    place = builder.add(builder.mul(words, number(2 * PAGE)), channel)  # in 16-bit units
     stored = (_vector(builder, edges, at, bfloat16) for at in (place, builder.add(place, width)))
     wide = (builder.zext(builder.load(edge, align=2), ir.VectorType(ir.IntType(32), per)) for edge in stored)
     low, high = (builder.bitcast(builder.shl(edge, edge.type([16] * per)), channels) for edge in wide)
@@ -168,9 +168,9 @@ _multiply_2, _multiply_4 = _multiplier(2), _multiplier(4)
 def _score_pages(
     query: Array, scaling: float, codes: Array, edges: Array, width: int, bits: int, scores: Array, excess: Array
 ) -> None:
-    """One head's ``query [G, d_k]`` times ``scaling`` and the keys of the pages ``codes [pages, words]``.
+    """Score pages ``codes [pages, words]`` for one head's ``query [G, d_k]`` times ``scaling``.
 
-    ``edges`` is the same memory in bfloat16. Into ``scores [G, pages * PAGE]``, and ``key_codes.excess [G, pages]``.
+    ``edges`` is the same memory as bfloat16. Writes ``scores [G, pages * PAGE]`` and ``key_codes.excess [G, pages]``.
     """
     group, d = query.shape
     words, scale = width * bits // 32, np.float32(scaling)
@@ -190,7 +190,7 @@ def _score_pages(
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _highest(scores: Array) -> Any:
-    """As whole numbers of the same order: of others the compiler finds no maximum many at a time."""
+    """Return the maximum, found as integers in the same order: the compiler does not vectorize a float maximum."""
     bits, most = scores.view(np.int32), np.int32(-HIGHEST)
     for i in range(len(bits)):
         most = max(most, np.int32(bits[i] ^ np.int32((bits[i] >> 31) & HIGHEST)))
@@ -199,7 +199,7 @@ def _highest(scores: Array) -> Any:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _to_powers(scores: Array, highest: Any) -> Any:
-    """Replace ``scores`` by e to their power, less ``highest``; their sum."""
+    """Replace ``scores`` by their exponentials less ``highest``; return the sum."""
     total = np.float32(0)
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - highest)
@@ -215,10 +215,10 @@ def _add_share(powers: Array, share: Any, weights: Array) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) -> Array:
-    """The weights of the tokens ``low`` up to ``high`` of those with ``powers [G, n]``, added up over the group.
+    """Return the weights of the tokens ``low`` up to ``high``, summed over the group, padded to a vector with -1.
 
-    ``powers`` are less the ``highest [G, part]`` score of their part, and ``totals [G, part]`` are their sums. What
-    fills up a vector is -1.
+    ``powers [G, n]`` are exponentials of scores less the ``highest [G, part]`` of their part; ``totals`` are their
+    sums.
     """
     weights = np.full(-(-(high - low) // LANES) * LANES, np.float32(-1))
     weights[: high - low] = 0
@@ -235,7 +235,7 @@ def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) 
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _above(bits: Array, bound: int) -> int:
-    """How many of ``bits`` are higher than ``bound``."""
+    """Count the ``bits`` that are higher than ``bound``."""
     limit, count = np.int32(bound), np.int32(0)
     for i in range(len(bits)):
         count = np.int32(count + np.int32(bits[i] > limit))
@@ -244,11 +244,10 @@ def _above(bits: Array, bound: int) -> int:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _threshold(bits: Array, k: int, last: int) -> tuple[int, int]:
-    """A number that is at most the ``k``-th highest of ``bits``, and how many of its equals are among the k.
+    """Return a bound that is at most the ``k``-th highest of ``bits``, and how many equal to it are among the ``k``.
 
-    The others of the k are higher. ``bits`` are those of weights that are not negative. Bit by bit down to the
-    ``last``: to count 16 at a time, 31 times at most, takes less than sorting, or counting what falls in each of many
-    bins.
+    The rest of the ``k`` are higher. ``bits`` are those of nonnegative weights. Finds the bound bit by bit, down to bit
+    ``last``: counting 16 numbers at a time, 31 times at most, is faster than sorting or building a histogram.
     """
     bound = 0
     for bit in range(30, last - 1, -1):
@@ -262,8 +261,9 @@ def _threshold(bits: Array, k: int, last: int) -> tuple[int, int]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _keep(_context: Any, bits: Any, at: Any, least: Any, some: Any, places: Any, found: Any) -> Any:
-    """Write those of 16 ``bits`` from ``at`` on that are ``least`` or more to ``some``, and where they are to
-    ``places``, after the ``found`` ones there; how many are found then. Both have room for 16 more.
+    """Append those of 16 ``bits`` from ``at`` on that are at least ``least`` to ``some``, their indices to ``places``.
+
+    ``found`` is the number of entries before; returns the number after. Both arrays need room for 16 more.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -290,7 +290,7 @@ def _keep(_context: Any, bits: Any, at: Any, least: Any, some: Any, places: Any,
         else:
             with builder.if_then(builder.icmp_signed(">", count, count.type(0))):
                 place = found
-                for lane in range(LANES):  # the next overwrites what is too low: a branch would be guessed wrong
+                for lane in range(LANES):  # the next lane overwrites a rejected one: a branch would be mispredicted
                     for array, values in ((some, numbers), (places, where)):
                         builder.store(builder.extract_element(values, word(lane)), builder.gep(array.data, [place]))
                     place = builder.add(place, builder.zext(builder.extract_element(kept, word(lane)), place.type))
@@ -301,10 +301,10 @@ def _keep(_context: Any, bits: Any, at: Any, least: Any, some: Any, places: Any,
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _list_read(bits: Array, seen: int, first: int, last: int, end: int, k: int, pinned: Array, table: Array) -> int:
-    """Write to ``table`` the tokens that one KV head reads, ascending, then EMPTY; return how many they are.
+    """Write the tokens that one KV head reads to ``table``, ascending, padded with EMPTY; return their number.
 
-    ``bits`` are those of the weights of tokens ``first`` to ``last``, and negative ones that fill up a vector; all
-    others from ``seen`` up to ``end`` are read.
+    ``bits`` are of the weights of tokens ``first`` to ``last``, padded with negative ones. All other tokens from
+    ``seen`` up to ``end`` are read.
     """
     for token in range(first, min(len(pinned), last + 1)):
         if pinned[token]:
@@ -352,19 +352,19 @@ def _add_unread(
     totals: Array,
     total: Array,
 ) -> None:
-    """``selection.unread_part`` of one head, for ``join_parts``: ``highest`` and ``totals [G]``, ``total [G, d_v]``.
+    """Compute ``selection.unread_part`` of one head: ``highest [G]``, ``totals [G]``, ``total [G, d_v]`` for joining.
 
     Args:
-        powers: e to the power of the scores ``[G, n]``, less the highest of their part ``parts [G, part]``; what is
-            read is set to 0.
-        excess: of each page ``[G, page]``.
-        means: the mean values of the same pages ``[page, d_v]``, in bfloat16.
-        tokens: what is read; of those beyond the last page is no score.
-        start: the first token of the first page.
-        seen: the first token meant, counted from there.
+        powers: exponentials ``[G, n]`` of scores less their part's maximum; those of tokens that are read are set to 0.
+        parts: maximum score of each part, ``[G, part]``.
+        excess: of each page ``[G, page]``; overwritten.
+        means: mean values of the same pages ``[page, d_v]``, in bfloat16.
+        tokens: tokens that are read; those after the last page have no score.
+        start: first token of the first page.
+        seen: first token that counts, relative to ``start``.
     """
     group, n = powers.shape
-    masses = excess  # it is no longer needed
+    masses = excess
     for g in range(group):
         powers[g, :seen] = 0
         for token in tokens:
@@ -408,10 +408,10 @@ def _attend_part(
     totals: Array,
     total: Array,
 ) -> Array:
-    """One head's attention of ``query [G, d_k]`` over some ``tokens``, for ``join_parts``.
+    """Attend with one head's ``query [G, d_k]`` to some ``tokens``, for ``join_parts``.
 
-    Into ``highest`` and ``totals [G]``, and the sums ``total [G, d_v]``; e to the power of the scores ``[G, n]``, less
-    the highest.
+    Writes ``highest`` and ``totals [G]`` and the sums ``total [G, d_v]``; returns the exponentials ``[G, n]`` of the
+    scores less the highest.
     """
     group, d_v = total.shape
     d_k = query.shape[1]
@@ -423,7 +423,7 @@ def _attend_part(
         soon = max(tokens[min(at + AHEAD, len(tokens) - 1)], 0)
         prefetch(keys, first_key + soon * key_token, d_k)
         prefetch(values, first_value + soon * value_token, d_v)
-        start = first_key + max(tokens[at], 0) * key_token  # EMPTY, where scores are no numbers
+        start = first_key + max(tokens[at], 0) * key_token  # EMPTY if scores are NaN
         key = keys[start : start + d_k]
         for g in range(group):
             score = np.float32(0)
@@ -441,7 +441,7 @@ def _attend_part(
     for at in range(len(tokens)):
         starts[at] = first_value + max(tokens[at], 0) * value_token
     whole = len(tokens) - len(tokens) % 4
-    # Four tokens at once: the sums are read and written a quarter as often.
+    # Four tokens at a time: the sums are read and written a quarter as often.
     for at in range(0, whole, 4):
         v0, v1 = values[starts[at] : starts[at] + d_v], values[starts[at + 1] : starts[at + 1] + d_v]
         v2, v3 = values[starts[at + 2] : starts[at + 2] + d_v], values[starts[at + 3] : starts[at + 3] + d_v]
@@ -491,33 +491,34 @@ def choose_and_attend(
     table: Array,
     result: Array,
 ) -> int:
-    """``attend_tokens`` over the tokens that each head chooses, which it writes to ``table``; return how many.
+    """Choose tokens for each head, write them to ``table``, and ``attend_tokens``; return their number.
 
-    They are, of those from ``seen`` up to ``end``, all outside the candidates, all that are pinned, and the ``k >= 1``
-    of highest weight. In ``table [H, n]`` they are ascending, then EMPTY. What the others would add is joined.
+    A head reads, of the tokens from ``seen`` up to ``end``, all outside the candidates, all pinned ones, and the ``k``
+    candidates of highest weight, at least one. ``table [H, n]`` lists them in ascending order, padded with EMPTY. An
+    estimate of the attention to the other tokens is joined.
 
-    Each thread takes the next task when it is done with one: to score a part of a head's tokens, and after the last of
-    them to choose for that head; then to attend to some of what was chosen, or to add up what was not. To wait for one
-    another between these steps, as loops in a row do, took SmolLM2's threads as long as the steps.
+    Threads take one task after another: to score a part of a head's tokens and, after the head's last part, to choose;
+    then to attend to some of the chosen tokens, or to add up the others. With a parallel loop per step, SmolLM2's
+    threads spent as long waiting for each other as computing.
 
     Args:
-        asking: what chooses, float32 ``[H, G, d_k]``.
-        codes: ``[H, page, words]``, the index.
-        edges: the same memory in bfloat16.
-        width: channels of a token's codes, d_k and what fills up a word.
-        bits: of a code.
-        known: the first token that is not in the index; whole pages.
-        seen: the first token that may be read.
-        first: the first candidate.
-        last: the last one, not before the first, and known.
-        end: the first token that may not be read.
-        k: tokens to choose.
-        pinned: bool ``[tokens]``, of which there may be fewer.
-        means: the pages' mean values ``[H, page, d_v]`` in bfloat16; ``[H, 0, 0]`` where nothing is joined.
-        attends: 0 if nothing is attended to, and ``result`` only has what the other tokens would add.
+        asking: query that chooses, float32 ``[H, G, d_k]``.
+        codes: the index, ``[H, page, words]``.
+        edges: the same memory as bfloat16.
+        width: channels of a token's codes, d_k rounded up to whole words.
+        bits: bits per code.
+        known: first token that is not in the index; whole pages.
+        seen: first token that may be read.
+        first: first candidate.
+        last: last candidate, at least ``first`` and below ``known``.
+        end: first token that may not be read.
+        k: number of tokens to choose.
+        pinned: bool ``[tokens]``, possibly shorter.
+        means: mean value of each page, ``[H, page, d_v]`` in bfloat16; ``[H, 0, 0]`` to join nothing.
+        attends: 0 to attend to nothing, so that ``result`` only has the estimate for the other tokens.
         query, scaling, softcap, sinks, keys, key_head, key_token, values, value_head, value_token, table: as in
             ``attend_tokens``.
-        result: float32 ``[H, G, d_v]``, or with a column more as in ``join_parts``; written.
+        result: output, float32 ``[H, G, d_v]``, or with one more column as in ``join_parts``.
     """
     heads, group = asking.shape[:2]
     joins = int(means.shape[1] > 0)
@@ -534,7 +535,7 @@ def choose_and_attend(
     most, whole, sums = np.empty(joined, np.float32), np.empty(joined, np.float32), np.empty((*joined, d_v), np.float32)
     scored, taken = np.zeros(heads, np.int64), np.zeros(1, np.int64)
     cap, scale = np.float32(softcap), np.float32(scaling)
-    then = read + joins  # tasks of a head, once it has chosen
+    then = read + joins  # tasks per head after choosing
     for _ in numba.prange(heads * (parts + then)):
         task = add_atomically(taken, 0, 1)
         while task < heads * (parts + then):
@@ -555,7 +556,7 @@ def choose_and_attend(
                     add_atomically(scored, head, 1)
             else:
                 head, part = (task - heads * parts) // then, (task - heads * parts) % then
-                while add_atomically(scored, head, 0) <= parts:  # another thread has taken what is lacking
+                while add_atomically(scored, head, 0) <= parts:  # another thread is working on the missing part
                     pass
                 made = most[head, part], whole[head, part], sums[head, part]
                 if part < joins:
@@ -564,8 +565,8 @@ def choose_and_attend(
                 else:
                     at_token = (part - joins) * ATTENDED
                     tokens = table[head, at_token : min(named, at_token + ATTENDED)]
-                    lie = keys, head * key_head, key_token, values, head * value_head, value_token
-                    _attend_part(query[head], scale, cap, *lie, tokens, *made)
+                    stored = keys, head * key_head, key_token, values, head * value_head, value_token
+                    _attend_part(query[head], scale, cap, *stored, tokens, *made)
             task = add_atomically(taken, 0, 1)
     if read + joins:
         join_parts(most, whole, sums, sinks, result)
@@ -589,20 +590,19 @@ def attend_tokens(
     as_part: int,
     weights: Array,
 ) -> None:
-    """One token's attention over the tokens that each head names, where they are stored.
+    """Compute one token's attention over the tokens in each head's table, in place.
 
     Args:
         query: float32 ``[H, G, d_k]``.
         scaling: the layer's attention scale.
-        softcap: of the layer, 0 where there is none.
+        softcap: the layer's, or 0.
         sinks: learned logits ``[H, G]``, or ``[0, 0]``.
-        keys, key_head, key_token: the memory from the first key on, whose next head and next token lie so many numbers
-            further.
+        keys, key_head, key_token: memory from the first key on, with the strides of heads and tokens in numbers.
         values, value_head, value_token: as keys.
-        table: int32 ``[H, n]``, all of them tokens.
-        result: float32 ``[H, G, d_v]``, written.
-        as_part: 1 if ``result`` has a column more, as in ``join_parts``; else 0.
-        weights: float32 ``[H, G, n]``, written, where there is that column; or ``[0, 0, 0]``.
+        table: int32 ``[H, n]``, without EMPTY.
+        result: output, float32 ``[H, G, d_v]``.
+        as_part: 1 if ``result`` has one more column, as in ``join_parts``; else 0.
+        weights: output if there is that column, float32 ``[H, G, n]``; else ``[0, 0, 0]``.
     """
     heads, group, columns = result.shape
     n, d_v = table.shape[1], columns - as_part
@@ -613,12 +613,12 @@ def attend_tokens(
     for task in numba.prange(heads * parts):
         head, part = task // parts, task % parts
         tokens = table[head, part * ATTENDED : min(n, (part + 1) * ATTENDED)]
-        lie = keys, head * key_head, key_token, values, head * value_head, value_token
+        stored = keys, head * key_head, key_token, values, head * value_head, value_token
         of_part = highest[head, part], totals[head, part], sums[head, part]
-        powers = _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+        powers = _attend_part(query[head], scale, cap, *stored, tokens, *of_part)
         if len(weights):
             for g in range(group):
-                for i in range(len(tokens)):  # as one assignment of arrays it takes seconds to compile
+                for i in range(len(tokens)):  # an array assignment takes seconds to compile
                     weights[head, g, part * ATTENDED + i] = powers[g, i]
     join_parts(highest, totals, sums, sinks, result)
     for head in range(len(weights)):

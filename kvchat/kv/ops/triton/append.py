@@ -1,7 +1,7 @@
-"""append: the new token's K and V to its slot and through to the host pool, and its key into its page's bounds.
+"""append: write the new token's K and V to its slot and to the host pool, and widen its page's bounds by its key.
 
-Costs: one program a KV head; the stores to host memory are posted, nothing waits for them. Where slots are in order the
-kernel finds the token's by itself and notes it in the table: by torch's operations that is nine launches a step.
+Cost: one program per KV head. Stores to host memory are posted, so nothing waits for them. For ordered slots the kernel
+also finds the token's slot and enters it in the table, which would take torch nine launches per step.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def _append(
     slot = slots + (row * n + place) * D + col
     tl.store(slot, k, mask=is_key)
     tl.store(slot + tl.num_programs(0).to(tl.int64) * n * D, v, mask=is_value)
-    # Where a page lies elsewhere than its number says, its own tokens do not.
+    # ``places`` relocates whole pages; a token keeps its offset in the page.
     at = now if ITEM == 0 else tl.load(places + now // PAGE) * PAGE + now % PAGE
     stored = host + host_row(at, head, KV_HEADS, PAGE) * D + col
     tl.store(stored, k, mask=is_key)
     tl.store(stored + PAGE * D, v, mask=is_value)
-    if ITEM > 0:  # noqa: SIM102  # decided when it is compiled, the next one when it runs
+    if ITEM > 0:  # noqa: SIM102  # constexpr outside, runtime inside
         if now % PAGE == PAGE - 1:
             page = host + host_row(at - now % PAGE, head, KV_HEADS, PAGE) * D
             goal = tl.load(next_quantized) * KV_HEADS + head
@@ -92,12 +92,12 @@ def _round_page(
     PAGE_ROWS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """The exact ``page`` of one head, whose last row is ``k`` and ``v``, as the 8-bit block ``goal``."""
+    """Quantize one head's full-precision ``page``, whose last row is ``k`` and ``v``, to the 8-bit block ``goal``."""
     line, col = tl.arange(0, PAGE_ROWS), tl.arange(0, COLS)
     inside = (line < PAGE)[:, None] & (col < D)[None, :]
     earlier, last = inside & (line < PAGE - 1)[:, None], (line == PAGE - 1)[:, None]
     at = line[:, None] * D + col[None, :]
-    # The last row was stored by other threads of this program: it need not be seen yet.
+    # Other threads of this program stored the last row, which may not be visible yet.
     keys = tl.load(page + at, mask=earlier, other=0.0).to(tl.float32)
     values = tl.load(page + PAGE * D + at, mask=earlier, other=0.0).to(tl.float32)
     keys = tl.where(last & is_key[None, :], k.to(tl.float32)[None, :], keys)
@@ -137,10 +137,10 @@ def append(
     value: Tensor,
     g: Geometry,
 ) -> None:
-    """``TorchOps.append`` for the heads of ``slots``, and ``assign`` of slots in order.
+    """Run ``TorchOps.append`` for the heads of ``slots``, and ``assign`` of ordered slots.
 
-    Columns that pad a narrower K or V stay as they are.
-    The token that fills a page of a pool with 8-bit pages also writes block ``next_quantized`` (1-element int64).
+    Columns that pad a narrower K or V stay unchanged. If the pool has 8-bit pages, the token that fills a page also
+    writes block ``next_quantized`` (1-element int64).
     """
     key, value = with_dense_rows(key), with_dense_rows(value)
     heads = slots.heads_of(layer)
@@ -167,17 +167,17 @@ def append(
         *strides,
         *of_table,
         *shape,
-        num_warps=4 if host.item else 1,  # a page that is rounded is in registers
+        num_warps=4 if host.item else 1,  # a quantized page stays in registers
     )
 
 
 def update_bounds(bounds: Tensor, page: Tensor, keys: Tensor) -> None:
-    """``TorchOps.update_bounds``"""
+    """Run ``TorchOps.update_bounds``."""
     keys = with_dense_rows(keys)
     heads, d_k = keys.shape
     _update_bounds[(heads,)](bounds, page, keys, bounds.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """``x [m, d]`` with each row's elements side by side; rows may be anywhere."""
+    """Return ``x [m, d]`` with contiguous rows; the rows may be anywhere."""
     return x if x.stride(1) == 1 else x.contiguous()

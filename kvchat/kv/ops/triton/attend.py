@@ -1,9 +1,9 @@
 """attend: one token's attention over slots, split over programs; a second kernel joins the parts.
 
-The query heads of one KV head are the rows of one tile, so K and V are read once. A slot that may not be read is not
-loaded either. Exponentials are base 2, all sums float32. What left slots that spill makes parts of its own, read from
-pinned host memory as if it were the device's: how many tokens that are only the device knows. The first of them may be
-staged on the device, and are waited for last; the last of them the CPU may attend to meanwhile, whose part is joined.
+The query heads of one KV head are the rows of one tile, so K and V are read once. Slots that may not be read are not
+loaded. Exponentials are base 2, all sums float32. Spilled tokens are extra parts, read directly from pinned host
+memory; only the device knows their number. The first of them may be staged on the device, and are waited for last. The
+CPU may attend to the last of them at the same time; its part is joined.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOG2E, LOWEST, HostTensors, host_kv, operand, padded
 from kvchat.kv.ops.triton.weights import TritonWeights
 
-# Elements of one tile of keys or values, by the least compute capability. Two programs fit a multiprocessor's shared
-# memory (of heads of 256 before 8.0 one does), and nothing spills: there Triton multiplies without tensor cores.
+# Elements per tile of keys or values, by minimum compute capability. Two programs fit a multiprocessor's shared memory
+# and registers do not spill. Below 8.0 Triton multiplies without tensor cores, and with heads of 256 only one fits.
 TILES = {(0, 0): 4096, (8, 0): 16384, (8, 6): 8192, (9, 0): 16384, (12, 0): 8192}
-EIGHT_BIT_TILE = 4096  # both kinds of page are in registers at once: with more they spill
+EIGHT_BIT_TILE = 4096  # both kinds of page are in registers at once, which spill if larger
 MOST_SLOTS = 128
 PARTS = 32  # joined at a time
 NO_LIMIT = 2**31 - 1
@@ -31,17 +31,17 @@ NO_LIMIT = 2**31 - 1
 
 @triton.jit
 def _logits(q, k, scale, cap, CAPPED: tl.constexpr):
-    """Scaled and capped, base 2, ``[GROUP_ROWS, SLOTS]``."""
+    """Return scaled and capped logits, base 2, ``[GROUP_ROWS, SLOTS]``."""
     logit = tl.dot(q, tl.trans(operand(k))) * scale
     if CAPPED:
-        # tanh; beyond 16 it is 1 in float32.
+        # tanh; above 16 it is 1 in float32.
         logit = (1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(logit, 16.0) * (2.0 * LOG2E)))) * cap
     return logit
 
 
 @triton.jit
 def _folded(logit, v, is_open, highest, total, attended):
-    """The softmax so far, ``highest``, ``total`` and ``attended``, with one more tile."""
+    """Add one tile to the online softmax ``highest``, ``total`` and ``attended``."""
     logit = tl.where(is_open[None, :], logit, LOWEST)
     higher = tl.maximum(highest, tl.max(logit, 1))
     weight = tl.where(is_open[None, :], tl.exp2(logit - higher[:, None]), 0.0)
@@ -53,7 +53,7 @@ def _folded(logit, v, is_open, highest, total, attended):
 
 @triton.jit
 def _store_part(sums, extremes, index, in_group, highest, total, attended, D_V: tl.constexpr, COLS_V: tl.constexpr):
-    """The softmax over one part, for ``_join``: of each query head in the group, at its ``index``."""
+    """Store the softmax over one part for ``_join``, each query head of the group at its ``index``."""
     col = tl.arange(0, COLS_V)
     inside = in_group[:, None] & (col < D_V)[None, :]
     tl.store(sums + index[:, None] * D_V + col[None, :], attended, mask=inside)
@@ -94,7 +94,7 @@ def _attend_part(
     COLS_K: tl.constexpr,
     COLS_V: tl.constexpr,
 ):
-    """Attention of the group of KV head ``program_id(0)`` over ``blocks * SLOTS`` slots, not yet divided by its sum."""
+    """Attend with the group of KV head ``program_id(0)`` to ``blocks * SLOTS`` slots, without dividing by the sum."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.load(heads + row) if PICKED else row
     now = tl.load(position)
@@ -112,7 +112,7 @@ def _attend_part(
     for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(n, SLOTS))):
         slot = block * SLOTS + tl.arange(0, SLOTS)
         token = tl.load(table + entries + slot, mask=slot < n, other=-1)
-        # Where heads share a table the first one notes it.
+        # If heads share a table, the first one records it.
         if row < TABLES:
             tl.store(read + entries + slot, token, mask=slot < n)
         is_open = token >= 0
@@ -123,7 +123,7 @@ def _attend_part(
         v = tl.load(values + slot[:, None] * D + col_v[None, :], mask=is_open[:, None] & in_v, other=0.0)
         logit = _logits(q, k, scale, cap, CAPPED)
         if WEIGH:
-            # Tokens that may not be read weigh nothing.
+            # Tokens that may not be read have weight 0.
             weighed = tl.where(is_open[None, :], logit, float("-inf"))
             at = logits + (row * GROUP + g)[:, None] * n + slot[None, :]
             tl.store(at, weighed, mask=in_group & (slot < n)[None, :])
@@ -136,7 +136,7 @@ def _attend_part(
 
 @triton.jit
 def _group_of(query, rows, stride, col, mask):
-    """The queries ``rows [G]`` of a KV head's group, as an operand."""
+    """Return the queries ``rows [G]`` of a KV head's group as an operand."""
     return operand(tl.load(query + rows[:, None] * stride + col[None, :], mask=mask, other=0.0))
 
 
@@ -178,9 +178,9 @@ def _attend_spilled(
     COLS_V: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """``_attend_part`` over the tokens from ``sink`` up to ``limit`` that left a window of ``ring``, in the host pool.
+    """Run ``_attend_part`` over the host pool's tokens from ``sink`` up to ``limit`` that left a window of ``ring``.
 
-    Its parts begin at number ``first``.
+    The numbers of its parts begin at ``first``.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.load(heads + row) if PICKED else row
@@ -228,9 +228,9 @@ def _join(
     PARTS: tl.constexpr,
     IS_PART: tl.constexpr,
 ):
-    """The parts of one query head as one; ``spread`` is the logarithm (base 2) of its sum of exponentials.
+    """Join the parts of one query head; ``spread`` gets the log-sum-exp (base 2).
 
-    Where it ``is_part`` of a larger attention the natural logarithm follows its sums in ``attended``.
+    If the result ``IS_PART`` of a larger attention, the natural log-sum-exp follows the sums in ``attended`` instead.
     """
     row = tl.program_id(0)
     col = tl.arange(0, COLS_V)
@@ -283,9 +283,9 @@ def attend(
     tile: int,
     host: HostTensors,
 ) -> tuple[Tensor, Weights | None]:
-    """``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
+    """Run ``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
 
-    A head that may read nothing attends to nothing: 0. Only slots that spill read ``host``.
+    A head that may read nothing returns 0. Only slots that spill read ``host``.
     """
     query, heads, kv = with_dense_rows(query), slots.heads_of(layer), slots.rows(layer)
     width, cols_k, cols_v = len(heads), padded(g.d_k), padded(g.d_v)
@@ -322,7 +322,7 @@ def attend(
         for begun, (source, begin, limit) in enumerate(ranges):
             if begun:
                 slots.arrived()
-            # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
+            # With both kinds of page, two stages would need more shared memory than most GPUs have.
             _attend_spilled[width, most](
                 query, *source[:4], slots.read_pairs, position, heads, sums, extremes,
                 first + begun * most, parts, begin, layout.window, limit, *rule, picked, *has,
@@ -337,9 +337,9 @@ def attend(
 
 
 def join(sums: Tensor, extremes: Tensor) -> Tensor:
-    """What ``DeviceSlots.other_part`` gives, of parts: ``sums [H, G, part, d_v]`` and ``extremes [H, G, part, 2]``.
+    """Join parts into an ``other_part``: ``sums [H, G, part, d_v]`` and ``extremes [H, G, part, 2]``.
 
-    Of these the first are base 2, and ``LOWEST`` where a part is empty, the second sums of exponentials.
+    The first extreme is a part's maximum in base 2, ``LOWEST`` if it is empty; the second is its sum of exponentials.
     """
     heads, group, parts, d_v = sums.shape
     joined = sums.new_empty((heads, group, d_v + 1))
@@ -349,25 +349,25 @@ def join(sums: Tensor, extremes: Tensor) -> Tensor:
 
 
 def tile_of(device: torch.device) -> int:
-    """Elements of one tile on a device."""
+    """Return the elements per tile on a device."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     return TILES[max(least for least in TILES if least <= capability)]
 
 
 def _tokens_of_a_tile(tile: int, cols_k: int, cols_v: int) -> int:
-    """Tokens whose keys or values are a tile of ``tile`` elements; 16 at least, which a matrix product takes."""
+    """Return the tokens whose keys or values fill ``tile`` elements; at least 16, the minimum of a matrix product."""
     return max(16, min(MOST_SLOTS, tile // max(cols_k, cols_v)))
 
 
 def _split(n: int, block: int, parts: int) -> tuple[int, int]:
-    """``n`` slots over at most ``parts`` programs: blocks of one program, and programs, none of them idle."""
+    """Split ``n`` slots over at most ``parts`` programs: blocks per program, and programs, none of them idle."""
     blocks = triton.cdiv(n, block)
     each = triton.cdiv(blocks, parts)
     return each, triton.cdiv(blocks, each)
 
 
 def _base_two(spec: AttentionSpec) -> tuple[float, float]:
-    """The factor of q·k, and the cap of the logits that are powers of 2."""
+    """Return the factor of q·k, and the cap of base-2 logits."""
     if spec.softcap is None:
         return spec.scaling * LOG2E.value, 0.0
     return spec.scaling / spec.softcap, spec.softcap * LOG2E.value

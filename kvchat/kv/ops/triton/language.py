@@ -1,4 +1,4 @@
-"""Shared by the kernels: constants, and the few expressions of Triton's language that all of them need."""
+"""Shared by the kernels: constants and a few expressions in Triton's language."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 
-# What older versions do anyway: a * b + c is rounded once. Left open, Triton 3.9 warns on the user's terminal.
+# The default of older versions: a * b + c is rounded once. If unset, Triton 3.9 warns on the user's terminal.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
-# Below every score, and finite: the difference of two infinities is no number.
+# Below every score; finite, because the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-1e30)
 SMALLEST_DOT = 16
 
@@ -26,8 +26,8 @@ SMALLEST_DOT = 16
 class HostTensors(NamedTuple):
     """One layer of a host pool as the kernels take it.
 
-    ``rows`` of full-precision pages; of 8-bit ones ``codes``, and the same memory as ``scales``; ``places`` of all
-    pages; and the ``item`` size of a scale: 0 where no page is an 8-bit one, and the others stand for nothing.
+    ``rows`` are the full-precision pages, ``codes`` the 8-bit pages, ``scales`` the same memory in the model's dtype.
+    ``places`` covers all pages. ``item`` is the size of a scale, or 0 without 8-bit pages, when only ``rows`` is used.
     """
 
     rows: Tensor
@@ -38,7 +38,7 @@ class HostTensors(NamedTuple):
 
 
 def host_tensors(host: HostPool, layer: int) -> HostTensors:
-    """The layer's memory as the device addresses it."""
+    """Return the layer's memory as the device addresses it."""
     rows = host.rows(layer)
     if not isinstance(host, EightBitPool):
         return HostTensors(rows, rows, rows, rows, 0)
@@ -47,13 +47,13 @@ def host_tensors(host: HostPool, layer: int) -> HostTensors:
 
 
 def padded(size: int) -> int:
-    """The size of a block that holds ``size`` elements and may be an operand of a matrix product."""
+    """Return the block size that holds ``size`` elements and may be an operand of a matrix product."""
     return max(SMALLEST_DOT, int(triton.next_power_of_2(size)))
 
 
 @triton.jit
 def operand(x):
-    """``x`` as a matrix product takes it; Triton's interpreter multiplies bfloat16 as integers."""
+    """Return ``x`` for a matrix product; Triton's interpreter multiplies bfloat16 as integers."""
     if INTERPRET:
         x = x.to(tl.float32)
     return x
@@ -61,7 +61,7 @@ def operand(x):
 
 @triton.jit
 def host_row(position, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """``HostPool.row_index``, int64."""
+    """Return ``HostPool.row_index``, int64."""
     return ((position // PAGE).to(tl.int64) * KV_HEADS + head) * (2 * PAGE) + position % PAGE
 
 
@@ -82,7 +82,7 @@ def host_kv(
     D: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """K and V ``[T, cols]`` of tokens ``position [T]`` of one head, where masked in; unpacked behind the link."""
+    """Load K and V ``[T, cols]`` of tokens ``position [T]`` of one head where masked, unpacking 8-bit pages."""
     if ITEM == 0:
         start = host_row(position, head, KV_HEADS, PAGE)[:, None] * D
         k = tl.load(rows + start + col_k[None, :], mask=mask_k, other=0.0)
@@ -111,6 +111,6 @@ def host_kv(
 
 @triton.jit
 def quantized_code(x, scale):
-    """``eight_bit_pages.quantize``'s code (int8) of ``x`` under ``scale``, both float32."""
+    """Return the code (int8) of ``x`` under ``scale``, both float32, as ``eight_bit_pages.quantize`` does."""
     code = tl.floor(x / tl.where(scale > 0, scale, 1.0) + 0.5)
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)

@@ -1,7 +1,7 @@
-"""recall: host pool -> slots, by programs that read pinned host memory as if it were the device's.
+"""recall: copy from the host pool to slots, with programs that read pinned host memory directly.
 
-A handful of programs keeps the link busy; more would only take room from the model's own kernels, so their number is
-measured (``calibrate_ctas``). What does not change is not read, and its amount is never sent to the host.
+A few programs saturate the link; more would only take resources from the model's own kernels, so their number is
+measured (``calibrate_ctas``). Unchanged pages are not read, and the host never learns how many change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops.triton.language import HostTensors, host_kv, padded
 
-# Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
+# Elements of K, and as many of V, that a program has in flight: 16 KiB of half precision.
 PIECE = 4096
-# Rows are smaller than pages and few of a tile change, so that a program has less under way.
+# A row is smaller than a page and few rows of a tile change, so a program has less in flight.
 TOKENS = 32
 TOKEN_CTAS = 8
 CTAS = (1, 2, 4, 8, 16, 32)
 DEFAULT_CTAS = 16
 ENOUGH = 0.95  # of the best rate
-MEASURED_PAGES = 512  # 8 MiB: 1 ms for one program at the 8.5 GB/s that a prototype's reached
+MEASURED_PAGES = 512  # 8 MiB: 1 ms for one program at 8.5 GB/s
 
 
 @triton.jit(do_not_specialize=["pairs", "k", "n"], do_not_specialize_on_alignment=["heads", "counters"])
@@ -52,7 +52,7 @@ def _move_pages(
     PAGE_ROWS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """Every program finds out what moves and takes its share of it."""
+    """Copy this program's share of the pages that move, which every program computes."""
     pair = tl.arange(0, PAIRS)
     new = tl.load(placed + pair, mask=pair < pairs, other=-1)
     old = tl.load(resident + pair, mask=pair < pairs, other=-1)
@@ -84,7 +84,7 @@ def _move_pages(
 
 @triton.jit
 def _count_pages(counters, places, new, changed, moved, PAGE: tl.constexpr, ITEM: tl.constexpr):
-    """Count the tokens of the pages that move, of those wanted, and of those that come quantized."""
+    """Count the tokens of the pages that move, that are wanted, and that move from 8-bit pages."""
     wanted = tl.sum((new >= 0).to(tl.int32), 0)
     tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
@@ -95,7 +95,7 @@ def _count_pages(counters, places, new, changed, moved, PAGE: tl.constexpr, ITEM
 
 @triton.jit
 def _moved_pair(upto, number, heads, k, PICKED: tl.constexpr):
-    """The pair before which ``number`` pairs have changed, its row of slots and that row's KV head."""
+    """Return the changed pair that follows ``number`` others, its row of slots and that row's KV head."""
     which = tl.sum((upto <= number).to(tl.int32), 0)
     row = which // k
     return which, row, tl.load(heads + row) if PICKED else row
@@ -103,7 +103,7 @@ def _moved_pair(upto, number, heads, k, PICKED: tl.constexpr):
 
 @triton.jit
 def _copy_piece(page, keys, values, piece, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """Copy one piece of a full-precision page, whose ``SIZE`` elements of K lie before as many of V."""
+    """Copy one piece of a full-precision page: ``SIZE`` elements of K, followed by as many of V."""
     at = piece * PIECE + tl.arange(0, PIECE)
     inside = at < SIZE
     k, v = tl.load(page + at, mask=inside), tl.load(page + SIZE + at, mask=inside)
@@ -129,7 +129,7 @@ def _copy_tokens(
     COLS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """Rows of K and V of tokens ``position [m]`` of one head to rows ``target [m]`` where it ``moves [m]``."""
+    """Copy K and V of tokens ``position [m]`` of one head to rows ``target [m]`` where it ``moves [m]``."""
     col = tl.arange(0, COLS)
     goal = slots + target[:, None] * D + col[None, :]
     mask = moves[:, None] & (col < D)[None, :]
@@ -228,13 +228,13 @@ def _move_shared(
 def move_pages(
     host: HostTensors, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
 ) -> None:
-    """``TorchOps.move_pages`` by ``ctas`` programs."""
+    """Run ``TorchOps.move_pages`` with ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     pairs = placed.numel()
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), *_page_shape(g.page, g.d), host.item
     tensors = *host[:4], slots.blocks(layer), placed, resident, slots.heads_of(layer), counters
     if pairs:
-        # Of 8-bit pages ptxas would keep values in memory rather than take a 57th register; at most 72 it spills too.
+        # With 8-bit pages ptxas would spill values rather than use a 57th register, and with at most 72 it spills too.
         registers = 128 if host.item and padded(g.d) <= 64 else None
         _move_pages[(ctas,)](*tensors, pairs, placed.shape[1], slots.n, *shape, num_warps=4, maxnreg=registers)
 
@@ -249,7 +249,7 @@ def move_tokens(
     counters: Tensor,
     ctas: int,
 ) -> None:
-    """``TorchOps.move_tokens`` by up to ``TOKEN_CTAS`` times ``ctas`` programs."""
+    """Run ``TorchOps.move_tokens`` with up to ``TOKEN_CTAS`` times ``ctas`` programs."""
     placed, g = placed.contiguous(), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
@@ -262,7 +262,7 @@ def move_tokens(
 def move_shared(
     host: HostTensors, slots: DeviceSlots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor
 ) -> None:
-    """``TorchOps.move_shared`` for one layer."""
+    """Run ``TorchOps.move_shared`` for one layer."""
     m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
     tensors = *host[:4], slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
     if m:
@@ -278,14 +278,14 @@ def _page_shape(page: int, d: int) -> tuple[int, int, int]:
     return min(PIECE, padded(page * d)), padded(d), padded(page)
 
 
-# ---- how many programs
+# ---- number of programs
 
 
 def recall_rates(source: Tensor, target: Tensor) -> dict[int, float]:
-    """Bytes a second that ``move_pages`` brings from host memory, by its number of programs; a few milliseconds.
+    """Measure bytes/s that ``move_pages`` copies from host memory, by number of programs; takes a few milliseconds.
 
-    ``source [pages, 2, p, d]`` are pages of one KV head in host memory as the device sees it, ``target [2, pages, p,
-    d]`` as many of slots. Asks the device.
+    ``source [pages, 2, p, d]`` has pages of one KV head in host memory as the device sees it; ``target [2, pages, p,
+    d]`` has as many slots. Synchronizes with the device.
     """
     pages, _, p, d = source.shape
     placed = torch.arange(pages, device=target.device)
@@ -302,13 +302,13 @@ def recall_rates(source: Tensor, target: Tensor) -> dict[int, float]:
 
 
 def calibrate_ctas(rates: dict[int, float]) -> int:
-    """The fewest programs that reach ``ENOUGH`` of the best rate."""
+    """Return the lowest number of programs that reaches ``ENOUGH`` of the best rate."""
     return min(ctas for ctas, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
 
 
 @functools.cache
 def measured_ctas(device: torch.device) -> int:
-    """``calibrate_ctas`` for a CUDA device, measured once; ``DEFAULT_CTAS`` where host memory cannot be pinned."""
+    """Run ``calibrate_ctas`` once for a CUDA device; return ``DEFAULT_CTAS`` if host memory cannot be pinned."""
     shape = MEASURED_PAGES, 2, 32, 128
     try:
         source = torch.empty(shape, dtype=torch.float16, pin_memory=True)
@@ -320,7 +320,7 @@ def measured_ctas(device: torch.device) -> int:
 
 
 def _seconds(work: functools.partial[None]) -> float:
-    """Seconds that ``work`` takes on the device, the better of two runs."""
+    """Return the seconds that ``work`` takes on the device, the better of two runs."""
     times: list[float] = []
     for _ in range(2):
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,7 +1,7 @@
-"""select: which queries turned, which pages a KV head wants next, where they go, and which of their tokens are open.
+"""select: find queries that changed direction, choose each KV head's next pages, assign their slots, open their tokens.
 
-The best pages are found without sorting: weights are positive, so their bits compare as they do, and a binary search
-over bits finds the k-th; one program a KV head, which stops paying beyond ``MOST_PAGES``.
+The best pages are found without sorting. Weights are nonnegative, so their bits have the same order, and a binary
+search over bits finds the k-th. There is one program per KV head, which does not pay above ``MOST_PAGES``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _page_scores(
     col = tl.arange(0, COLS)
     inside = (page < pages)[:, None] & (col < D_K)[None, :]
     highest = bounds + (head * pages + page)[:, None] * (2 * D_K) + col[None, :]
-    # An empty page's bounds are the lowest number there is, which times a query would be infinite.
+    # An empty page's bounds are the lowest float, and their product with a query would be infinite.
     high = tl.maximum(tl.load(highest, mask=inside, other=0.0).to(tl.float32), LOWEST)
     low = tl.maximum(tl.load(highest + D_K, mask=inside, other=0.0).to(tl.float32), LOWEST)
     for g in range(GROUP):
@@ -100,11 +100,11 @@ def _choose(
         page = tl.arange(0, PAGES)
         candidate = (page < pages) & (page >= first) & (page <= tl.load(last))
         weight = _mean_weight(scores + head * GROUP * pages, candidate, page, pages, GROUP)
-        # Weights are positive, so their bits compare as they do.
+        # Weights are nonnegative, so their bits have the same order.
         taken = top(tl.where(candidate, weight.to(tl.int32, bitcast=True), -1), k)
         order = tl.cumsum(taken, 0)
         tl.store(best + head * k + order - 1, page, mask=taken > 0)
-        # The list is read by other threads than wrote it.
+        # Other threads read the list than wrote it.
         tl.debug_barrier()
         wanted = tl.load(best + head * k + slot, mask=slot < tl.sum(taken, 0), other=-1)
         held = _assigned(wanted, held, slot < k)
@@ -113,7 +113,7 @@ def _choose(
 
 @triton.jit
 def _mean_weight(scores, candidate, page, pages, GROUP: tl.constexpr):
-    """Softmax over the candidates, mean over the group; 0 or no number elsewhere."""
+    """Return the softmax over the candidates, averaged over the group; 0 or NaN elsewhere."""
     weight = tl.zeros(page.shape, tl.float32)
     for g in range(GROUP):
         score = tl.load(scores + g * pages + page, mask=candidate, other=LOWEST).to(tl.float32)
@@ -124,11 +124,10 @@ def _mean_weight(scores, candidate, page, pages, GROUP: tl.constexpr):
 
 @triton.jit
 def top(bits, k):
-    """1 for the ``k`` highest of ``bits``, or for all that are not negative if they are fewer; of equals the first.
+    """Return 1 for the ``k`` highest nonnegative ``bits``, or for all if fewer; among equal ones the first win.
 
-    They are those of numbers from 0 to below 2. Two of the k-th's are found at a time: one sum counts how many reach
-    each of three bounds. It ends once as many as are wanted reach the bound, which is long before the last bits unless
-    some are equal.
+    They are bits of numbers from 0 to below 2. Each step finds two bits of the k-th: one sum counts how many reach each
+    of three bounds. The search ends when exactly ``k`` reach the bound, usually long before the last bits.
     """
     bound = tl.zeros((), tl.int32)
     shift = tl.full((), 28, tl.int32)
@@ -147,7 +146,7 @@ def top(bits, k):
 
 @triton.jit
 def _assigned(wanted, held, is_slot):
-    """``selection.assign_slots``: what is held and wanted stays, the i-th missing page goes to the i-th free slot."""
+    """Compute ``selection.assign_slots``: wanted pages stay, the i-th missing page gets the i-th free slot."""
     same = ((wanted[:, None] == held[None, :]) & (wanted >= 0)[:, None]).to(tl.int32)
     missing = ((wanted >= 0) & (tl.max(same, 1) == 0)).to(tl.int32)
     free = (is_slot & (tl.max(same, 0) == 0)).to(tl.int32)
@@ -170,7 +169,7 @@ def _open_pages(table, pages, last, k, n, first, PAGE: tl.constexpr, SLOTS: tl.c
 
 
 def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-    """``selection.page_scores`` in float32, whatever the dtype of the query."""
+    """Compute ``selection.page_scores`` in float32, whatever the dtype of the query."""
     query, bounds = with_dense_rows(query), bounds.contiguous()
     heads, pages, d_k = bounds.shape[0], bounds.shape[1], query.shape[1]
     group = len(query) // heads
@@ -182,7 +181,7 @@ def page_scores(query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
 
 
 def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -> Tensor:
-    """``selection.needs_correction``"""
+    """Compute ``selection.needs_correction``."""
     query, before = with_dense_rows(query), with_dense_rows(before)
     flags = torch.empty(kv_heads, dtype=torch.bool, device=query.device)
     group, d_k = len(query) // kv_heads, query.shape[1]
@@ -194,12 +193,12 @@ def needs_correction(query: Tensor, before: Tensor, kv_heads: int, tau: float) -
 
 
 def choosable(pages: int, k: int) -> bool:
-    """True if one program can choose ``k`` of ``pages`` pages."""
+    """Return True if one program can choose ``k`` of ``pages`` pages."""
     return pages <= MOST_PAGES and k <= MOST_CHOSEN
 
 
 def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None) -> Tensor:
-    """``TorchOps.choose`` where it is ``choosable``; programs of heads that are not ``flagged`` leave at once."""
+    """Run ``TorchOps.choose`` if it is ``choosable``; programs of heads that are not ``flagged`` return at once."""
     heads, group, pages = scores.shape
     k = resident.shape[1]
     resident = resident.contiguous()
@@ -207,7 +206,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
     best = torch.empty((heads, k), dtype=torch.int32, device=scores.device)
     flags = best if flagged is None else flagged.view(torch.uint8)
     shape = flagged is not None, group, max(LEAST_PAGES, padded(pages)), padded(k)
-    warps = 4 if pages <= 2048 and k <= 64 else 8 if pages <= 4096 else 16  # what one holds is in registers
+    warps = 4 if pages <= 2048 and k <= 64 else 8 if pages <= 4096 else 16  # a program's pages stay in registers
     _choose[(heads,)](
         scores, candidates.first, candidates.last, resident, flags, best, chosen, pages, k, *shape, num_warps=warps
     )
@@ -215,7 +214,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
 
 
 def open_pages(slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-    """``TorchOps.open_pages``"""
+    """Run ``TorchOps.open_pages``."""
     pages, table = slots.pages[layers], slots.table[layers]
     k = pages.shape[2]
     if pages.numel():

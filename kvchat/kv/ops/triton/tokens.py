@@ -1,10 +1,10 @@
-"""tokens: which tokens a KV head reads next, by the codes of their keys (``ops.key_codes``), and in which slots.
+"""tokens: choose each KV head's next tokens by their quantized keys (``ops.key_codes``), and assign their slots.
 
-Keys are put in codes by one launch, without torch's copies of them in 32 and 64 bits. Choosing is two launches, of
-shapes that the contents do not change: scores of all tokens, in blocks of pages; of each KV head the best, and their
-slots. Of more tokens than one program takes, the best of each chunk come between. Nothing is sorted (``select.top``).
-What the others would add is two more: parts of it, by blocks of pages, and ``attend.join``.
-Codes are unpacked in registers, and not read where no token may be chosen.
+Encoding keys is one launch, without torch's copies of them in 32 and 64 bits. Choosing is two launches, whose shapes do
+not depend on the contents: one scores all tokens in blocks of pages, the other finds each KV head's best tokens and
+their slots. If one program cannot hold all tokens, the best of each chunk are found first. Nothing is sorted
+(``select.top``). Estimating the attention to unread tokens takes two more launches: parts by blocks of pages, and
+``attend.join``. Codes are unpacked in registers, and not read where no token may be chosen.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvchat.kv.ops.triton.attend import join
 from kvchat.kv.ops.triton.language import LOG2E, LOWEST, padded
 from kvchat.kv.ops.triton.select import top
 
-PAGES = 16  # that a program scores
-LEAST_BLOCKS = 64  # that are scored by a program each: kernels are compiled for so many, and again at each doubling
-# Tokens among which a program chooses: compiled for so many, and again at each doubling; of more, the best of chunks.
+PAGES = 16  # pages that one program scores
+LEAST_BLOCKS = 64  # blocks with one scoring program each: kernels are compiled for so many, and again at each doubling
+# Tokens among which one program chooses: compiled for so many, and again at each doubling. More are chunked first.
 FEWEST, MOST, CHUNK = 4096, 16384, 8192
 PER_WARP, PER_WARP_OF_CHUNK = 1024, 512
 CHOSEN, RESIDENT = tl.constexpr(1), tl.constexpr(2)  # marks of tokens
-INTEGERS = tl.constexpr(8388608.0)  # 2 ** 23: from here on a float32's lowest bits count by one
+INTEGERS = tl.constexpr(8388608.0)  # 2 ** 23: from here on the lowest bit of a float32 is 1
 INTEGER_BITS = tl.constexpr(0x4B000000)
 
 
@@ -45,9 +45,9 @@ def _pack_keys(
     WORDS: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
 ):
-    """One word of each token of a page, and its channels' lowest and highest keys; ``edges`` are ``rows`` in 16 bits.
+    """Pack one word of each token of a page, and the lowest and highest keys of its channels.
 
-    What lies beyond the last token has the page's first key.
+    ``edges`` is ``rows`` in 16 bits. Tokens beyond the last repeat the page's first key.
     """
     page, head, word = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     per: tl.constexpr = 32 // BITS
@@ -65,7 +65,7 @@ def _pack_keys(
     lowest = low.to(tl.float32)
     scale = tl.maximum(high.to(tl.float32) - lowest, 1.1754943508222875e-38)[None, :]
     share = tl.minimum(tl.maximum(tl.div_rn(key - lowest[None, :], scale), 0), 1)
-    # Rounded as torch does, a half to the even one.
+    # Round half to even, as torch does.
     code = (share * ((1 << BITS) - 1) + INTEGERS).to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
     tl.store(rows + begin + word * PAGE + line, tl.sum(code << (i * BITS)[None, :], 1), mask=line < PAGE)
 
@@ -95,10 +95,10 @@ def _token_scores(
     PAGES: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
 ):
-    """Scores of some pages' tokens, the lowest where they may not be chosen; of all that are seen the highest, and the
-    sum of the exponentials of what the others are below it.
+    """Score the tokens of some pages, with ``LOWEST`` for those that may not be chosen.
 
-    Four queries are asked at a time: a key is unpacked for all of them, and their sums fit the registers.
+    Per block, store the highest score of tokens not hidden, and the sum of their exponentials less that. Each key is
+    unpacked once for four queries, whose sums fit the registers.
     """
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = 32 // BITS
@@ -121,9 +121,9 @@ def _token_scores(
             following = tl.load(at, mask=stored, other=0)
             for word in range(WORDS):
                 codes, at = following, at + PAGE
-                following = tl.load(at, mask=stored & (word + 1 < WORDS), other=0)  # it takes long to come
+                following = tl.load(at, mask=stored & (word + 1 < WORDS), other=0)  # prefetched, because it takes long
                 edges = begin + WORDS * PAGE + word * (per // 2)
-                for i in tl.static_range(per):  # unrolled, because then all of a word's edges are under way at once
+                for i in tl.static_range(per):  # unrolled, so that all edges of a word are in flight at once
                     if i % 2 == 0:  # two 16-bit edges share a word
                         lows = tl.load(edges + i // 2, mask=page < pages, other=0)
                         highs = tl.load(edges + (WORDS * (per // 2) + i // 2), mask=page < pages, other=0)
@@ -154,12 +154,10 @@ def _token_scores(
 
 @triton.jit
 def _keys(codes, lows, highs, PLACE: tl.constexpr, BITS: tl.constexpr, IS_BF16: tl.constexpr):
-    """The keys of the codes in a ``PLACE`` of their words, counted from the lowest bits; its edges are in the upper
-    halves of theirs where it is odd.
-    """
+    """Return the keys of the codes at ``PLACE`` of their words; an odd place has its edges in the upper halves."""
     low, high = _edge(lows, PLACE % 2, IS_BF16), _edge(highs, PLACE % 2, IS_BF16)
     most: tl.constexpr = ((1 << BITS) - 1) << (PLACE * BITS)
-    # The lowest bits of such a float count by one: what is there is a number, ``2 ** (PLACE * BITS)`` times the code.
+    # In such a float the lowest bit is 1, so the masked bits are ``2 ** (PLACE * BITS)`` times the code.
     code = ((codes & most) | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGERS
     return low[:, None] + code * ((high - low) * (1.0 / most))[:, None]
 
@@ -171,7 +169,7 @@ def _element(query, is_there):
 
 @triton.jit
 def _edge(word, UPPER: tl.constexpr, IS_BF16: tl.constexpr):
-    """One of the two numbers of 16 bits in a word."""
+    """Return one of the two 16-bit numbers in a word."""
     if IS_BF16:
         return ((word & -65536) if UPPER else (word << 16)).to(tl.float32, bitcast=True)
     half = ((word >> 16) if UPPER else word).to(tl.int16)
@@ -194,8 +192,9 @@ def _bits(
     GROUP_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Bits of the weights of a head's items from ``first`` on, -1 where one is not to be chosen: weights are positive,
-    and so their bits compare as they do. The items are ``found`` tokens, or what is listed with its bits.
+    """Return the bits of the weights of a head's items from ``first`` on, -1 for items that must not be chosen.
+
+    Weights are nonnegative, so their bits have the same order. Items are ``found`` tokens, or ``listed`` ones.
     """
     if LISTED:
         bits = tl.load(listed + (head * found + first) + place, mask=place < found - first, other=-1)
@@ -249,7 +248,7 @@ def _best_of_chunk(
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The ``kept`` best of a chunk with their weights' bits, in order of position; -1 where there are fewer."""
+    """Store the ``kept`` best of a chunk and the bits of their weights, in order of position, padded with -1."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, first = tl.arange(0, CHUNK), chunk * CHUNK
     bits = _bits(
@@ -296,7 +295,7 @@ def _place_tokens(
     FOUND: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The ``k`` best: those that have a slot keep it, others take the slots of tokens not chosen."""
+    """Place the ``k`` best: those with a slot keep it, the others take slots of tokens that are not chosen."""
     head = tl.program_id(0).to(tl.int64)
     item, slot = tl.arange(0, FOUND), tl.arange(0, SLOTS)
     bits = _bits(
@@ -309,7 +308,7 @@ def _place_tokens(
         tl.store(mark + token, CHOSEN, mask=taken)
     else:
         tl.store(mark + item, taken.to(tl.int8), mask=item < tokens)
-    # What was written is read by other threads, here and below.
+    # Other threads read what was written, here and below.
     tl.debug_barrier()
     held = tl.load(resident + head * resident_stride + slot, mask=slot < k, other=-1)
     there = (held >= 0) & (held < tokens)
@@ -348,7 +347,7 @@ def _unread_parts(
     COLS_K: tl.constexpr,
     COLS_V: tl.constexpr,
 ):
-    """``selection.unread_part`` of some pages, for ``attend.join``; ``edges`` are the index in 16 bits."""
+    """Compute ``selection.unread_part`` of some pages for ``attend.join``; ``edges`` is the index in 16 bits."""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = 32 // BITS
     page, line = block * PAGES + tl.arange(0, PAGES), tl.arange(0, PAGE_ROWS)
@@ -380,7 +379,7 @@ def _unread_parts(
 
 
 def encode(keys: Tensor, page: int, bits: int) -> Tensor:
-    """``key_codes.encode``"""
+    """Run ``key_codes.encode``."""
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     heads, tokens, d_k = keys.shape
     pages, words = triton.cdiv(tokens, page), key_codes.width_of(d_k, bits) * bits // key_codes.WORD
@@ -403,12 +402,12 @@ def encode(keys: Tensor, page: int, bits: int) -> Tensor:
 
 
 def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
-    """``key_codes.token_scores``"""
+    """Run ``key_codes.token_scores``."""
     return _scored(query, index, page, bits, scaling, ())[0]
 
 
 def choosable(k: int) -> bool:
-    """True if the kernels can choose ``k`` tokens."""
+    """Return True if the kernels can choose ``k`` tokens."""
     return k <= CHUNK // 2
 
 
@@ -423,14 +422,14 @@ def choose_tokens(
     means: Tensor | None,
     page: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """``TorchOps.choose_tokens`` where they are ``choosable``."""
+    """Run ``TorchOps.choose_tokens`` if they are ``choosable``."""
     scored = scores, highest, _ = _scored(query, index, page, bits, scaling, (hidden, masked))
     (heads, group, tokens), blocks, k = scores.shape, highest.shape[2], resident.shape[1]
     marks = torch.empty((heads, tokens), dtype=torch.int8, device=query.device)
     groups = group, triton.next_power_of_2(group)
     of_blocks = max(LEAST_BLOCKS, triton.next_power_of_2(blocks))
     listed, found = torch.empty((2, heads, 0), dtype=torch.int32, device=query.device), tokens
-    while found > (MOST if found == tokens else CHUNK):  # what is listed takes more registers
+    while found > (MOST if found == tokens else CHUNK):  # listed items take more registers
         chunks, longer = triton.cdiv(found, CHUNK), listed
         listed = longer.new_empty((2, heads, chunks * k))
         _best_of_chunk[(heads, chunks)](
@@ -490,9 +489,9 @@ def choose_tokens(
 def _scored(
     query: Tensor, index: Tensor, page: int, bits: int, scaling: float, masks: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[H, G, token]`` and what ``_token_scores`` says of its blocks ``[H, G, block]``.
+    """Return scores ``[H, G, token]``, and the highest and the sum of exponentials of each block ``[H, G, block]``.
 
-    ``masks`` are those of hidden and of masked tokens, or none.
+    ``masks`` are the hidden and the masked tokens, or empty.
     """
     query, index = with_dense_rows(query), index.contiguous()
     (heads, pages, _), d_k = index.shape, query.shape[1]

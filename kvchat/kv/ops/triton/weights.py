@@ -1,4 +1,4 @@
-"""weights: what modes ask of one token's attention weights, from the logits that ``attend`` kept."""
+"""weights: what modes need of one token's attention weights, computed from the logits of ``attend``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvchat.kv.attention import Weights
 
 PARTS = 32  # joined at a time
-SUMMED = 2048  # weights of one row that one program sums up
+SUMMED = 2048  # weights of one row that one program adds up
 COLUMNS = 128
 ROWS = 16
 
@@ -28,7 +28,7 @@ def _best(logits, spread, best, n, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr
 
 @triton.jit
 def _counted_mass(logits, spread, counted, mass, n, SUMMED: tl.constexpr):
-    """The counted slots' weight in one part of a row."""
+    """Add up the weights of the counted slots in one part of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = part * SUMMED + tl.arange(0, SUMMED)
     logit = tl.load(logits + row * n + slot, mask=slot < n, other=float("-inf"))
@@ -40,7 +40,7 @@ def _counted_mass(logits, spread, counted, mass, n, SUMMED: tl.constexpr):
 def _add_shares(
     logits, spread, mass, number, total, n, rows, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """All rows of a block of columns, in their order, so that equal calls give the same bits."""
+    """Add the shares of all rows in a block of columns, in a fixed order, so that results are deterministic."""
     slot = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     equal = tl.load(number).to(tl.float32) / rows
     shares = tl.zeros((COLUMNS,), tl.float32)
@@ -54,21 +54,21 @@ def _add_shares(
         there = (row < rows)[:, None] & (slot < n)[None, :]
         logit = tl.load(logits + row.to(tl.int64)[:, None] * n + slot[None, :], mask=there, other=float("-inf"))
         weight = tl.exp2(logit - tl.load(spread + row, mask=row < rows, other=0.0)[:, None])
-        # The smallest normal float32: a row that reads nothing that counts has no shares.
+        # The smallest normal float32: a row that reads no counted slot has no shares.
         shares += tl.sum(weight / tl.maximum(whole, 1.1754943508222875e-38)[:, None], 0)
     before = tl.load(total + slot, mask=slot < n, other=0.0)
     tl.store(total + slot, before + shares * equal, mask=slot < n)
 
 
 class TritonWeights(Weights):
-    """``Weights`` kept as logits ``[H, G, n]`` and the logarithms ``spread [H, G]`` of their sums, both base 2."""
+    """``Weights`` as logits ``[H, G, n]`` and their log-sum-exps ``spread [H, G]``, both base 2."""
 
     def __init__(self, logits: Tensor, spread: Tensor) -> None:
         self._logits = logits
         self._spread = spread
 
     def best(self) -> Tensor:
-        """``Weights.best``"""
+        """Return ``Weights.best``."""
         heads, group, n = self._logits.shape
         best = self._logits.new_empty(heads, n)
         grid = heads, triton.cdiv(n, COLUMNS)
@@ -78,7 +78,7 @@ class TritonWeights(Weights):
         return best
 
     def add_shares(self, total: Tensor, counted: Tensor, number: Tensor) -> None:
-        """``Weights.add_shares``"""
+        """Run ``Weights.add_shares``."""
         heads, group, n = self._logits.shape
         rows, parts = heads * group, triton.cdiv(n, SUMMED)
         mass = self._logits.new_empty(rows, parts)
