@@ -1,9 +1,9 @@
-"""Triton kernels for one decoded token's projections, and for the rotation of queries and keys.
+"""Triton kernels for the projections of one decoded token, and for rotating queries and keys.
 
-A projection of one token reads every weight once and computes almost nothing, so its time is that of reading. Weights
-of 8 bits are not unpacked: each row's scale multiplies its sum. Small operations (the norm before, SiLU, bias, the
-residual, the rotation of heads) are part of the same kernel, because in a CUDA graph any kernel costs about 2 us. All
-sums are in float32. Imported only if Triton can be used.
+A projection of one token reads every weight once and computes almost nothing, so it takes as long as reading. 8-bit
+weights are not unpacked: each row's scale multiplies its sum. Small operations (the preceding norm, SiLU, bias, the
+residual, rotating heads) are part of the same kernel, because any kernel in a CUDA graph costs about 2 us. All sums are
+in float32. Import this module only if Triton is available.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of one tile of weights, 8 KiB in half precision. Matrices with few rows are read faster in smaller tiles,
-# which give more programs. With such tiles prototypes on an H200 read 3011 GB/s (4096 x 4096) to 4425 GB/s (128256 x
-# 4096), cuBLAS 2472 to 4231.
+# Elements per tile of weights, 8 KiB in half precision. Matrices with few rows are read faster in smaller tiles, which
+# give more programs. With such tiles, prototypes on an H200 read 3011 GB/s (4096 x 4096) to 4425 GB/s (128256 x 4096);
+# cuBLAS reads 2472 to 4231.
 TILE = 4096
 FEW_ROWS = 4096
 WIDEST = 1024
@@ -41,7 +41,7 @@ def _dot(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """``weight[rows] @ (rms_norm(x) * norm)`` in one pass over x: the RMS factor is the same for all rows."""
+    """Compute ``weight[rows] @ (rms_norm(x) * norm)`` in one pass over x: the RMS factor is the same for all rows."""
     total = tl.zeros((ROWS, COLS), tl.float32)
     squares = tl.zeros((COLS,), tl.float32)
     at = weight + rows.to(tl.int64)[:, None] * size
@@ -90,9 +90,9 @@ def _project(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The first ``turned`` rows are heads to rotate, of ``2 * HALF`` rows each; with HALF 0 none are rotated."""
+    """Compute ``project``; the first ``turned`` rows are heads of ``2 * HALF`` rows to rotate, none if HALF is 0."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if HALF:  # makes each row the neighbor of the row that it is rotated with
+    if HALF:  # makes the two rows of each rotated pair adjacent
         within = rows // 2 % HALF + rows % 2 * HALF
         rows = rows // 2 // HALF * (2 * HALF) + within
     result = _dot(x, weight, scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
@@ -157,7 +157,7 @@ def _rotate(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One token and ``HEADS`` heads; query heads come first, then key heads. The outputs are contiguous."""
+    """Rotate ``HEADS`` heads of one token; query heads come first, then key heads. The outputs are contiguous."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     col = tl.arange(0, HALF)[None, :]
@@ -195,7 +195,7 @@ def _either(one, other, is_one, is_other):
     return found + tl.load(other, mask=is_other, other=0.0).to(tl.float32)
 
 
-# ---- launches --------------------------------------------------------------------------------------
+# ---- launches
 
 
 def project(
@@ -208,7 +208,7 @@ def project(
     scales: Tensor | None = None,
     turns: tuple[int, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One token's ``weight @ x + bias + residual``; with ``norm`` x is normalized first (RMS, scaled by ``norm``).
+    """Compute one token's ``weight @ x + bias + residual``; with ``norm``, x is first RMS-normalized and scaled by it.
 
     ``x`` is ``[..., K]`` with one token, ``weight [N, K]`` (with ``scales [N]`` if it is int8), ``bias [N]``,
     ``norm [K]`` and ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype. ``turns`` are the
@@ -238,7 +238,7 @@ def project(
 def gated(
     x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None
 ) -> Tensor:
-    """One token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalized first if ``norm [K]`` is given.
+    """Compute one token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalized first if ``norm [K]`` is given.
 
     ``x`` is ``[..., K]`` with one token. ``weight [2 N, K]`` is gate's followed by up's, with ``scales [2 N]`` if it is
     int8. All are contiguous; the result is ``[..., N]``.
@@ -258,7 +258,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, pairing the first half of a head with the second.
 
-    ``cos`` and ``sin`` are ``[1, n, d]`` and contiguous; queries and keys need only contiguous heads. Both results are
+    ``cos`` and ``sin`` are ``[1, n, d]`` and contiguous; in queries and keys only each head must be. Both results are
     contiguous. With ``norms``, weight ``[d]`` and epsilon for queries and for keys, each head is normalized first.
     """
     q_heads, tokens, size = query.shape[1:]
@@ -276,7 +276,7 @@ def rotate(
 
 
 def _tile(n_rows: int, size: int) -> tuple[int, int]:
-    """Rows and columns of one tile; if the columns divide the row no mask is needed."""
+    """Return rows and columns of one tile, with columns that divide the row if possible, so that no mask is needed."""
     cols = next((cols for cols in (WIDEST, WIDEST // 2, WIDEST // 4) if size % cols == 0), WIDEST)
     cols = min(cols, triton.next_power_of_2(size))
     rows = max(1, TILE // cols)
@@ -284,5 +284,5 @@ def _tile(n_rows: int, size: int) -> tuple[int, int]:
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``x`` current: Triton launches on the current device, not on its operands'."""
+    """Make the device of ``x`` current: Triton launches on the current device, not on that of its operands."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""Fuses modules of a loaded model: replaces their forwards by ones with fewer kernels. No model is reimplemented.
+"""Fuse modules of a loaded model: replace their forwards by ones with fewer kernels, without reimplementing a model.
 
 Modules are recognized by their structure and by what they compute for a few numbers, never by a model's name. They stay
 in the model: only the ``forward`` of single instances is replaced, so parameters, hooks and other models in the process
@@ -9,10 +9,10 @@ are not affected.
   rope                queries and keys rotated by one kernel
   fused layers        RMSNorm -> attention -> RMSNorm -> gated MLP, each with its residual: the projections after a norm
                       compute it, the projection before a residual adds it, gate and up compute SiLU(gate) * up
-  attention           one function if it only projects, rotates and attends: on a CPU modules, views and look-ups of
-                      its own forward take a tenth of the bundled model's time per token
+  attention           one function if it only projects, rotates and attends: the modules, views and lookups of its
+                      own forward take a tenth of the bundled model's time per token on a CPU
 
-The operations are stock torch, and for one decoded token on a GPU Triton ``kernels``. torch.compile is no alternative:
+The operations are plain torch and, for one decoded token on a GPU, Triton ``kernels``. torch.compile is no alternative:
 it breaks the graph at the KV manager in every layer, took 27 s for an 8B model (H200, static cache), and does not merge
 a norm into cuBLAS's products. Before the first answer the fused model is compared with the plain one, and restored if
 they differ.
@@ -51,12 +51,12 @@ CHECKED_PROMPT, CHECKED_STEPS = 7, 3
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
 CHILDREN, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, ("q_norm", "k_norm")
 ATTENTION = CHILDREN | {*HEAD_NORMS}  # only the first three read the layer's input
-TOKENS = 3  # of the check
+TOKENS = 3  # for the check
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """The kinds of modules that were fused, comma-separated (empty: none), and a note to the user."""
+    """The kinds of modules that were fused, comma-separated, and a note for the user."""
 
     fused: str = ""
     note: str = ""
@@ -65,11 +65,11 @@ class FusionReport:
 def fuse(
     model: Any, kernels: ModuleType | None, plain: Tensor | None = None, passed_before: bool = False
 ) -> FusionReport:
-    """Fuse the modules of ``model`` that are recognized, and check the result unless it ``passed_before``.
+    """Fuse the recognized modules of ``model``, and check the result unless it ``passed_before``.
 
-    ``model`` is loaded, on its device, with kvchat's attention. If the check fails with ``kernels`` (``kernels_for``)
-    the model is fused without them; if it fails again the model is restored. ``plain`` are its ``sample_logits``, if
-    they were computed before.
+    ``model`` is loaded, on its device, with kvchat's attention. If the check fails with ``kernels`` (``kernels_for``),
+    the model is fused without them; if it fails again, the model is restored. ``plain`` are the unfused model's
+    ``sample_logits``, if already computed.
     """
     if plain is None and not passed_before:
         plain = sample_logits(model)
@@ -80,7 +80,7 @@ def fuse(
             _fuse_modules(model, Operations(chosen), swaps)
             if plain is not None:
                 _check(model, plain)
-        except Exception as error:  # noqa: BLE001  # whatever a kernel or a module raises: the plain model works
+        except Exception as error:  # noqa: BLE001  # a kernel or a module may raise anything; the plain model works
             swaps.undo()
             failure = failure or f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
         else:
@@ -89,7 +89,7 @@ def fuse(
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """The Triton kernels; None without a GPU or without Triton."""
+    """Return the Triton kernels; None without a GPU or without Triton."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from kvchat.models.fuse import kernels
@@ -98,7 +98,7 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
 
 class Swaps:
-    """The forwards replaced so far; ``kinds`` are the kinds of fused modules, in order."""
+    """The replaced forwards; ``kinds`` are the kinds of fused modules, in order."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, None] = {}
@@ -128,7 +128,7 @@ def _note(model: Any, swaps: Swaps, failure: str) -> str:
     return ""
 
 
-# ---- fusing ----------------------------------------------------------------------------------------
+# ---- fusing
 def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
     norms = {module: norm for module in model.modules() if (norm := rms_norm(module))}
     merged = {
@@ -206,7 +206,7 @@ def _one_token_layer(
     gate: int,
     down: nn.Linear,
 ) -> OneTokenLayer | None:
-    """The layer as one loop before attention and one after; None unless loops multiply all matrices, packed alike."""
+    """Return the layer as one loop before attention and one after; None unless all its matrices are packed alike."""
     output = fused.module.o_proj
     matrices = fused.merged.weight, weight_of(output), gate_up, weight_of(down)
     found = [matrix.arrays for matrix in matrices if isinstance(matrix, PackedRows)]
@@ -220,7 +220,7 @@ def _one_token_layer(
 
 
 def _rebound(forward: FunctionType, operations: Operations) -> FunctionType:
-    """``forward`` with the global name of the rotation bound to ours; the globals of its module do not change."""
+    """Return ``forward`` with the global name of the rotation bound to ours, without changing its module's globals."""
     names = forward.__globals__ | {ROTATION: partial(_rotate, operations, forward.__globals__[ROTATION])}
     rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     rebound.__kwdefaults__ = forward.__kwdefaults__
@@ -234,9 +234,9 @@ def _rotate(
     return operations.rotate(query, key, cos, sin) if known else own(query, key, cos, sin, *args)
 
 
-# ---- the check -------------------------------------------------------------------------------------
+# ---- the check
 def sample_logits(model: Any) -> Tensor:
-    """The logits ``[tokens, vocab]`` of every token of a short prompt and of a few decoded ones, in float32."""
+    """Return the logits ``[tokens, vocab]`` of a short prompt and of a few decoded tokens, in float32."""
     ids = torch.arange(CHECKED_PROMPT + CHECKED_STEPS, device=model.device)
     return probe.stepwise(model, torch.split(ids, [CHECKED_PROMPT, *[1] * CHECKED_STEPS]), DenseManager(), whole=True)
 
@@ -249,7 +249,7 @@ def _check(model: Any, plain: Tensor) -> None:
 
 
 def rms_norm(module: Any) -> Norm | None:
-    """The RMSNorm that ``module`` computes: ``x / rms(x)`` times weight, or times 1 + weight as in Gemma; else None."""
+    """Return the RMSNorm ``x / rms(x) * weight``, or Gemma's with 1 + weight, that ``module`` computes; else None."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
@@ -259,7 +259,7 @@ def rms_norm(module: Any) -> Norm | None:
         or len([*module.parameters(recurse=False)]) != 1
     ):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm takes a gate too
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm also takes a gate
         return None
     x = numbers(weight) + 1
     measured = _outcome(module, x)
@@ -274,17 +274,17 @@ def rms_norm(module: Any) -> Norm | None:
 
 
 def is_attention(module: Any) -> bool:
-    """True if ``module`` projects its input to queries, keys and values by Linears that can be merged."""
+    """Return True if ``module`` projects its input to queries, keys and values by Linears that can be merged."""
     return _has(module, "q_proj", "k_proj", "v_proj") and _mergeable(projections(module))
 
 
 def projections(module: Any) -> list[Any]:
-    """The Linears of queries, keys and values of an attention module."""
+    """Return the Linears of queries, keys and values of an attention module."""
     return [module.q_proj, module.k_proj, module.v_proj]
 
 
 def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[nn.Module]) -> bool:
-    """True if ``module`` is norm -> attention -> + -> norm -> gated MLP -> +, and all of its parts are recognized.
+    """Return True if ``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all parts recognized.
 
     Gemma's layers also have a norm before each sum.
     """
@@ -302,7 +302,7 @@ def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[n
 
 
 def _adds_like_a_layer(layer: nn.Module) -> bool:
-    """True if a layer adds its parts in the known order; any other order or sum would give another number."""
+    """Return True if a layer adds its parts in the known order; any other order would give another number."""
     parts: dict[str, Callable[..., Any]] = {
         "input_layernorm": lambda x: x + 1,
         "self_attn": lambda hidden_states, **kwargs: (hidden_states * 3, None),
@@ -316,7 +316,7 @@ def _adds_like_a_layer(layer: nn.Module) -> bool:
 
 
 def gate_of(mlp: Any) -> int:
-    """The number of ``gate`` in ``GATES``, from 1, if the MLP is ``down(gate(gate_proj(x)) * up(x))``; else 0."""
+    """Return the ``gate``'s number in ``GATES``, from 1, if the MLP is ``down(gate(gate_proj(x)) * up(x))``; else 0."""
     if not _has(mlp, "gate_proj", "up_proj", "down_proj") or not _mergeable([mlp.gate_proj, mlp.up_proj]):
         return 0
     if mlp.gate_proj.bias is not None or not is_plain(mlp.down_proj):
@@ -329,7 +329,7 @@ def gate_of(mlp: Any) -> int:
 
 
 def rotates_halves(forward: Any) -> bool:
-    """True if ``forward`` calls a rotation that pairs the first half of a head with its second."""
+    """Return True if ``forward`` calls a rotation that pairs the first half of a head with its second."""
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return False
     query, key, angle = (numbers(torch.empty(1, heads, 3, 8)) for heads in (2, 1, 1))
@@ -339,7 +339,7 @@ def rotates_halves(forward: Any) -> bool:
         expected = Operations(None).rotate(query, key, cos, sin)
         pairs = zip(rotated, expected, strict=True)
         return all(torch.allclose(one, other, atol=probe.ROTATION) for one, other in pairs)
-    except Exception:  # noqa: BLE001  # it takes something else
+    except Exception:  # noqa: BLE001  # it has other arguments
         return False
 
 
@@ -358,13 +358,13 @@ def _likeness(linear: Any) -> tuple[Any, ...]:
 
 
 def is_plain(module: Any) -> bool:
-    """True if ``module`` is a Linear with its own forward and unquantized weights, or with ``PackedRows``."""
+    """Return True if ``module`` is a Linear with its own forward and unquantized weights, or with ``PackedRows``."""
     if type(module) is not nn.Linear:
         return False
     weight, forward = weight_of(module), module.__dict__.get("forward")
     if isinstance(weight, PackedRows):
         return bool(forward == weight.forward)
-    # A quantizer's own tensors claim to be floating point; they can be sliced, but often not concatenated.
+    # Quantizers' tensors claim to be floating point; they can be sliced, but often not concatenated.
     return type(weight) is nn.Parameter and weight.is_floating_point() and forward is None
 
 
@@ -377,7 +377,7 @@ def _has(module: Any, *names: str) -> bool:
 
 
 def _with_stubs(module: nn.Module, functions: dict[str, Callable[..., Any]]) -> nn.Module:
-    """A copy of ``module`` with the same code and settings, whose children compute ``functions`` by name."""
+    """Return a copy of ``module`` with the same code and settings, whose children compute ``functions`` by name."""
     stub = copy.copy(module)
     stub._modules = module._modules | {name: _Stub(function) for name, function in functions.items()}
     return stub
@@ -397,17 +397,17 @@ def _results_in(module: nn.Module, x: float, expected: float) -> bool:
 
 
 def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
-    """The result of the forward of the module's class for ``x``; None if it raises or returns no tensor."""
+    """Return what the forward of the module's class computes for ``x``; None if it raises or returns no tensor."""
     try:
         with torch.inference_mode():
             result = type(module).forward(module, x)
-    except Exception:  # noqa: BLE001  # it takes something else
+    except Exception:  # noqa: BLE001  # it has other arguments
         return None
     return result if isinstance(result, Tensor) else None
 
 
 def numbers(like: Tensor) -> Tensor:
-    """Random numbers of a tensor's shape, dtype and device, the same each time."""
+    """Return random numbers of a tensor's shape, dtype and device, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
 
@@ -429,7 +429,7 @@ class FusedAttention:
         self.heads = [size // self._size for size in merged.sizes]  # of queries, keys and values
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
-        """True if the fused forward can compute this call: no mask, no transformers' cache, angles of its head size."""
+        """Return True if the fused forward can compute this call: no mask, no cache, angles of its head size."""
         if any(arguments.get(name) is not None for name in ("attention_mask", "past_key_values", "cache")):
             return False  # the cache is called "cache" since transformers 5.24
         angles = arguments.get("position_embeddings")
@@ -438,7 +438,7 @@ class FusedAttention:
     def __call__(
         self, hidden: Tensor, angles: tuple[Tensor, Tensor], norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The module's output for ``hidden [1, n, K]``, first normalized by ``norm``, plus ``residual [1, n, K]``.
+        """Compute the module for ``hidden [1, n, K]``, first normalized by ``norm``, and add ``residual [1, n, K]``.
 
         ``angles`` are the cosines and sines ``[1, n, d]`` of the positions.
         """
@@ -461,13 +461,13 @@ class FusedAttention:
 def fused_attention(
     module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype, norms: Mapping[nn.Module, Norm]
 ) -> FusedAttention | None:
-    """A ``FusedAttention``, checked with states in ``dtype``; None if the module computes something else."""
+    """Return a ``FusedAttention``, checked in ``dtype``; None if the module computes something else."""
     own = [module.get_submodule(name) for name in HEAD_NORMS if name in _children(module)]
     head_norms = [norms[norm] for norm in own if norm in norms]
     known = _children(module) == (ATTENTION if own else CHILDREN) and len(head_norms) == len(own)
     if not known or not isinstance(getattr(module, "head_dim", None), int):
         return None
-    if any(norm.weight.shape != (module.head_dim,) for norm in head_norms):  # over all heads at once
+    if any(norm.weight.shape != (module.head_dim,) for norm in head_norms):  # normalizes all heads together
         return None
     fused = FusedAttention(module, merged, operations, head_norms)
     return fused if _agrees(module, fused, dtype) else None
@@ -485,7 +485,7 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
                 expected = type(module).forward(module, **given)[0]
             with attention_hook.bound(DenseManager()):
                 measured = fused(hidden, angles)
-    except Exception:  # noqa: BLE001  # it takes something else
+    except Exception:  # noqa: BLE001  # it has other arguments
         return False
     if measured.shape != expected.shape:
         return False
@@ -494,23 +494,23 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
 
 
 class Operations:
-    """The operations of fused modules: stock torch, and ``kernels``, if given, for one token."""
+    """The operations of fused modules: plain torch, and for one token ``kernels`` if there are any."""
 
     def __init__(self, kernels: ModuleType | None) -> None:
         self._kernels = kernels
-        # Caches of the last rotation, because all layers of a forward get the same angles.
+        # Caches for the last angles, which are the same in all layers of a forward.
         self._sin: Tensor | None = None
         self._signed_sin: Tensor | None = None
         self._last_angles: tuple[Tensor | None, Tensor | None] = (None, None)
         self._turns: tuple[Any, Any] | None = None
 
     def _kernels_for(self, x: Tensor, weight: Weight) -> ModuleType | None:
-        """The kernels if they can multiply ``x`` by ``weight``, else None."""
+        """Return the kernels if they can multiply ``x`` by ``weight``, else None."""
         return self._kernels if self._kernels and is_one_row(x) and not isinstance(weight, Int4Tiles) else None
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         if x.device.type == "cpu" and is_one_row(x):
-            # torch's own takes 20 to 60 us for one token. On a CPU reading the sum costs nothing.
+            # torch's own takes 20 to 60 us for one token. On a CPU, reading the sum costs nothing.
             row = x.float().view(-1)
             scale: float = (float(torch.dot(row, row)) / row.shape[0] + norm.eps) ** -0.5
             return (row * scale).mul_(norm.weight).view(x.shape).to(x.dtype)
@@ -524,7 +524,7 @@ class Operations:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """``x [..., K]``, first normalized by ``norm``, through ``weight [N, K]``, plus ``bias`` and ``residual``."""
+        """Multiply ``x [..., K]``, normalized by ``norm``, with ``weight [N, K]``; add ``bias`` and ``residual``."""
         if kernels := self._kernels_for(x, weight):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
@@ -544,7 +544,7 @@ class Operations:
         norm: Norm | None,
         turns: tuple[int, Tensor, Tensor] | None,
     ) -> tuple[Tensor, bool]:
-        """``project``, and True if the heads were rotated too; ``turns`` as in ``kernels.project``."""
+        """Compute ``project``, and return True if the heads were rotated too; ``turns`` as in ``kernels.project``."""
         kernels = self._kernels_for(x, weight)
         if turns is None or kernels is None:
             return self.project(x, weight, bias, norm), False
@@ -552,9 +552,9 @@ class Operations:
         return kernels.project(x, weight.data, bias, scale, eps, None, _scales(weight), turns), True
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
-        """``gate(x) * up(x)`` of ``x [..., K]``, first normalized; ``weight [2 N, K]`` is gate's followed by up's.
+        """Compute ``gate(x) * up(x)`` of ``x [..., K]``, first normalized by ``norm``.
 
-        ``kind`` is the gate's number in ``GATES``.
+        ``weight [2 N, K]`` is gate's followed by up's; ``kind`` is the gate's number in ``GATES``.
         """
         if kind == SILU and (kernels := self._kernels_for(x, weight)):
             result: Tensor = kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
@@ -567,7 +567,7 @@ class Operations:
         return GATES[kind - 1](gate).mul_(up)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, all of d, by ``cos`` and ``sin [1, n, d]``."""
+        """Rotate all of ``query [1, H_q, n, d]`` and ``key [1, H, n, d]`` by ``cos`` and ``sin [1, n, d]``."""
         if self._kernels:
             rotated: tuple[Tensor, Tensor] = self._kernels.rotate(query, key, cos, sin)
             return rotated
@@ -576,7 +576,7 @@ class Operations:
     def rotate_together(
         self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor, norms: Sequence[Norm] = ()
     ) -> tuple[Tensor, Tensor]:
-        """``rotate`` of ``heads [1, H_q + H, n, d]``, whose first ``queries`` are the query's; may write into them.
+        """Rotate ``heads [1, H_q + H, n, d]``, the first ``queries`` of which are query heads; may write into them.
 
         With ``norms``, of queries and of keys, each head is normalized first.
         """
@@ -595,7 +595,7 @@ class Operations:
         return both[:, :queries], both[:, queries:]
 
     def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any] | None:
-        """``cos`` and ``sin [1, 1, d]`` as numpy arrays ``[d]``; None unless both are float32 on the CPU."""
+        """Return ``cos`` and ``sin [1, 1, d]`` as numpy arrays ``[d]``; None unless both are float32 on the CPU."""
         if not (cos is self._last_angles[0] and sin is self._last_angles[1]):
             self._last_angles = cos, sin
             self._turns = (cos.view(-1).numpy(), sin.view(-1).numpy()) if _are_float32_on_cpu(cos, sin) else None
@@ -611,7 +611,7 @@ class Operations:
 
 
 def _scales(weight: Weight) -> Tensor | None:
-    """The scale of each row if they have 8 bits, else None."""
+    """Return the scales of 8-bit rows, else None."""
     return weight.scales if isinstance(weight, Int8Rows) else None
 
 
@@ -620,9 +620,9 @@ def _are_float32_on_cpu(*tensors: Tensor) -> bool:
 
 
 class MergedLinear:
-    """Several Linears of one input as one product; a ``norm`` set before the call normalizes the input first.
+    """Several Linears with the same input as one product; a ``norm`` set before the call normalizes the input first.
 
-    The first part called computes all parts; the others return theirs when they are called with the same input.
+    Calling the first part computes all; the others return theirs when called with the same input.
     """
 
     def __init__(self, linears: list[nn.Linear], operations: Operations) -> None:
@@ -636,7 +636,7 @@ class MergedLinear:
         self._parts: list[Tensor | None] = []
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The output ``[..., N]`` of Linear ``index`` for ``x [..., K]``."""
+        """Return the output ``[..., N]`` of Linear ``index`` for ``x [..., K]``."""
         if x is not self._input or self._parts[index] is None:
             norm, self.norm = self.norm, None
             product = self._operations.project(x, self.weight, self.bias, norm)
@@ -662,6 +662,6 @@ class Output:
 
 
 def merge_weights(linears: Sequence[nn.Linear]) -> Weight:
-    """The weights of Linears of one input as one matrix; their own weights become views of it."""
+    """Merge the weights of Linears with the same input into one matrix; their own become views of it."""
     rows = weight_of(linears[0])
     return rows.merged(linears) if isinstance(rows, PackedRows) else merge([linear.weight for linear in linears])

@@ -1,6 +1,6 @@
 """A layer with packed weights, for one token on a CPU: one compiled loop before its attention, and one after.
 
-One by one its operations take about 60 calls of torch and numpy.
+Its separate operations would take about 60 calls of torch and numpy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
 
 def _arguments(norm: Norm | None) -> tuple[Any, float]:
-    """The arguments of a loop for ``norm``."""
+    """Return the arguments of a loop for ``norm``."""
     return (numbers(None), 0.0) if norm is None else (numbers(norm.weight), norm.eps)
 
 
@@ -32,13 +32,13 @@ class OneTokenLayer:
     """A layer for one token.
 
     Args:
-        attention: its attention module.
+        attention: attention module.
         heads: numbers of query, key and value heads.
-        qkv: the merged matrix of queries, keys and values, its bias, and the norm before it.
-        head_norms: the norms of queries and of keys, or none.
-        output: the matrix after attention, its bias, and the norm before the sum, if there is one.
-        gate_up: the merged matrix of gate and up, the norm before it, and the number of the gate in ``GATES``.
-        down: the last matrix, as ``output``.
+        qkv: merged matrix of queries, keys and values, its bias, and the preceding norm.
+        head_norms: norms of queries and of keys, or empty.
+        output: matrix after attention, its bias, and the norm before the sum or None.
+        gate_up: merged matrix of gate and up, the preceding norm, and the number of the gate in ``GATES``.
+        down: last matrix, as ``output``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OneTokenLayer:
         self._after = *attention, gate_up[0], *_arguments(gate_up[1]), gate_up[2], *mlp
 
     def __call__(self, hidden: Tensor, cos: Any, sin: Any) -> Tensor:
-        """The output ``[1, 1, K]`` for ``hidden [1, 1, K]``, with arrays ``cos`` and ``sin [d]``, all in float32."""
+        """Return the layer's output for ``hidden [1, 1, K]`` and arrays ``cos``, ``sin [d]``, all in float32."""
         loops = product_loops()
         assert loops is not None
         use_threads(torch.get_num_threads())

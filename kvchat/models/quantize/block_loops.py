@@ -1,7 +1,7 @@
-"""Loops over blocks of weights, compiled by numba: ggml's blocks to float32, and groups of 32 to levels of 4 bits.
+"""Loops over blocks of weights, compiled by numba: ggml's blocks to float32, and groups of 32 to 4-bit levels.
 
-numpy and torch need a pass over memory for each step, and ten times as long, for the same bits. Blocks' scales are
-passed in float32, because numba cannot read float16.
+For the same bits, numpy and torch need a pass over memory for each step and ten times as long. Block scales are passed
+as float32, because numba cannot read float16.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 from kvchat.kv.ops.numba.loops import compiled
 
-FEWEST = 4096  # blocks that are worth a thread
+FEWEST = 4096  # blocks per thread that pay off
 Array = np.ndarray[Any, Any]
 NO_NAN = {"nnan", "nsz"}  # lets LLVM vectorize comparisons; arithmetic stays exact
 
 
 @compiled("void(u1[:, ::1], f4[::1], f4[::1], i8, f4, f4[:, ::1])")
 def four_bits(blocks: Array, scale: Array, least: Array, at: int, middle: np.float32, out: Array) -> None:
-    """Q4_0 (whose ``least`` are zeros) and Q4_1: levels from byte ``at`` on, ``middle`` is the level of zero."""
+    """Unpack Q4_0 (``least`` is zeros) and Q4_1: levels from byte ``at`` on, where ``middle`` is the level of zero."""
     for block in range(len(blocks)):
         d, m = scale[block], least[block]
         for i in range(16):
@@ -36,7 +36,7 @@ def four_bits(blocks: Array, scale: Array, least: Array, at: int, middle: np.flo
 
 @compiled("void(u1[:, ::1], f4[::1], f4[::1], i8, f4, f4[:, ::1])")
 def five_bits(blocks: Array, scale: Array, least: Array, at: int, middle: np.float32, out: Array) -> None:
-    """Q5_0 and Q5_1: four bytes of high bits from ``at`` on, then the levels' low bits."""
+    """Unpack Q5_0 and Q5_1: four bytes of high bits from ``at`` on, then the levels' low bits."""
     for block in range(len(blocks)):
         d, m = scale[block], least[block]
         for i in range(16):
@@ -49,7 +49,7 @@ def five_bits(blocks: Array, scale: Array, least: Array, at: int, middle: np.flo
 
 @compiled("void(u1[:, ::1], f4[::1], f4[::1], i8, f4[:, ::1])")
 def of_table(blocks: Array, scale: Array, table: Array, at: int, out: Array) -> None:
-    """MXFP4 and IQ4_NL: places in a ``table`` of 16 levels from byte ``at`` on."""
+    """Unpack MXFP4 and IQ4_NL: indices into a ``table`` of 16 levels, from byte ``at`` on."""
     for block in range(len(blocks)):
         d = scale[block]
         for i in range(16):
@@ -60,7 +60,7 @@ def of_table(blocks: Array, scale: Array, table: Array, at: int, out: Array) -> 
 
 @compiled("void(u1[:, ::1], f4[::1], f4[:, ::1])")
 def eight_bits(blocks: Array, scale: Array, out: Array) -> None:
-    """Q8_0."""
+    """Unpack Q8_0."""
     for block in range(len(blocks)):
         d = scale[block]
         for i in range(32):
@@ -69,7 +69,7 @@ def eight_bits(blocks: Array, scale: Array, out: Array) -> None:
 
 @compiled("void(u1[:, ::1], f4[::1], f4[::1], b1, f4[:, ::1])")
 def four_or_five_k(blocks: Array, scale: Array, least: Array, five: bool, out: Array) -> None:
-    """Q4_K and, with ``five``, Q5_K: eight groups of 32, each with a scale and a least value of six bits."""
+    """Unpack Q4_K or, with ``five``, Q5_K: eight groups of 32, each with a 6-bit scale and minimum."""
     levels = 48 if five else 16
     for block in range(len(blocks)):
         for group in range(8):
@@ -90,7 +90,7 @@ def four_or_five_k(blocks: Array, scale: Array, least: Array, five: bool, out: A
 
 @compiled("void(u1[:, ::1], f4[::1], f4[:, ::1])")
 def six_k(blocks: Array, scale: Array, out: Array) -> None:
-    """Q6_K: sixteen groups of 16 with a scale of eight bits; levels as four low bits and two high ones."""
+    """Unpack Q6_K: sixteen groups of 16 with an 8-bit scale; levels as four low bits and two high ones."""
     for block in range(len(blocks)):
         for half in range(2):
             for part in range(4):
@@ -123,7 +123,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _worst(groups: Array, group: int, least: np.float32, span: np.float32, count: int) -> np.float32:
-    """The largest distance of a value of the group from the nearest of ``count`` steps, in steps."""
+    """Return the largest distance of a value of the group from the nearest of ``count`` steps, in steps."""
     worst = np.float32(0)
     for i in range(32):
         level = (groups[group, i] - least) / span * np.float32(count)
@@ -134,10 +134,10 @@ def _worst(groups: Array, group: int, least: np.float32, span: np.float32, count
 
 @compiled("void(f4[:, ::1], i8, i8, f4, f4[::1], f4[::1])", fastmath=NO_NAN)
 def ranges(groups: Array, most: int, fewest: int, near: np.float32, low: Array, step: Array) -> None:
-    """The least value ``low [n]`` of each of the ``groups [n, 32]``, and the ``step [n]`` between two levels.
+    """Find the minimum ``low [n]`` of each of the ``groups [n, 32]``, and the ``step [n]`` between levels.
 
-    The group's span is divided into the largest number of steps, from ``most`` to ``fewest``, that all values are
-    ``near``, or else into ``most``.
+    A group's span is divided into the largest number of steps, from ``most`` down to ``fewest``, such that every value
+    is ``near`` a level; if there is none, into ``most``.
     """
     for group in range(len(groups)):
         least = greatest = groups[group, 0]
@@ -156,7 +156,7 @@ def ranges(groups: Array, most: int, fewest: int, near: np.float32, low: Array, 
 
 @compiled("void(f4[:, ::1], f4[::1], f4[::1], f4, f4, i4[:, ::1])")
 def levels(groups: Array, scale: Array, zero: Array, middle: np.float32, most: np.float32, out: Array) -> None:
-    """The level of each value, from 0 to ``most``; ``zero`` is the value of level ``middle``."""
+    """Write the level of each value, from 0 to ``most``, to ``out``; ``zero`` is the value of level ``middle``."""
     for group in range(len(groups)):
         d, z = scale[group], zero[group]
         for i in range(32):

@@ -1,11 +1,11 @@
-"""Weights of 4 bits, on a CPU in the layout of torch's int4 kernel, which multiplies several tokens; a loop does one.
+"""4-bit weights: on a CPU in the layout of torch's int4 kernel, which multiplies several tokens; a loop does one.
 
-Every 32 weights of a row share a scale and a zero point in bfloat16: 5 bits a weight. Measured on the bundled model
-(1,200 tokens of a novel, KL to the unquantized model): 0.48 with groups of 32, 0.65 with 64 (4.5 bits), 0.69 with 128
-(4.25 bits); scales in float32 give 0.47 and 6 bits.
+Every 32 weights of a row share a scale and a zero point in bfloat16: 5 bits per weight. KL to the unquantized bundled
+model (1,200 tokens of a novel): 0.48 with groups of 32, 0.65 with 64 (4.5 bits), 0.69 with 128 (4.25 bits); with
+float32 scales 0.47 (6 bits).
 
-On a GPU torchao packs the weights in tiles, which kvchat takes out of torchao's tensors, so that several Linears can be
-merged and a row that needs no padding is not copied for each product.
+On a GPU torchao packs the weights in tiles. kvchat takes them out of torchao's tensors, to merge several Linears and to
+avoid copying a row that needs no padding for each product.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from kvchat.models.quantize.rows import (
     product_loops,
 )
 
-METHOD = "int4"  # transformers' name of it
+METHOD = "int4"  # transformers' name
 GROUP = 32
-MULTIPLE = 16  # of rows, as the kernel requires
-LEVELS = 15  # and 0
+MULTIPLE = 16  # of rows, required by the kernel
+LEVELS = 15  # besides 0
 TILE_COLUMNS = 128
-CHUNK = 2**21  # weights that are quantized at once: their 32-bit levels take several times the memory
-NARROW = 16  # bytes of a column if torch's kernel uses only AVX2; many tokens then take twice as long as in float32
-MANY = 48  # fewest tokens for which unpacking a matrix is faster than the narrow kernel
-UNPACKED = 2**22  # weights that are unpacked at once
-FEWEST_LEVELS = 8  # steps that 32 weights of a 4-bit file span
-NEAR_LEVEL = 0.1  # of a step: rounding to bfloat16. 30 values are never so near to steps by chance
+CHUNK = 2**21  # weights quantized at a time: their 32-bit levels take several times the memory
+NARROW = 16  # bytes per column if torch's kernel uses only AVX2; many tokens then take twice as long as in float32
+MANY = 48  # fewest tokens for which unpacking a matrix beats the narrow kernel
+UNPACKED = 2**22  # weights unpacked at a time
+FEWEST_LEVELS = 8  # fewest steps that 32 weights of a 4-bit file span
+NEAR_LEVEL = 0.1  # of a step: rounding to bfloat16. 30 values are never that close to steps by chance
 
 
 class Int4Rows(PackedRows):
     """A matrix ``[N, K]`` packed as ``data [N, K / 2]``; ``scales [K / 32, N, 2]`` hold each group's scale and zero.
 
-    A weight is ``(level - 8) * scale + zero``, its level 0 to 15.
+    A weight is ``(level - 8) * scale + zero`` with a level from 0 to 15.
     """
 
     of_rows = 1
@@ -59,7 +59,7 @@ class Int4Rows(PackedRows):
             products = [F.linear(x.float(), rows) for rows in self._unpacked()]
             whole = (torch.cat(products, -1) if len(products) > 1 else products[0]).to(x.dtype)
             return whole if bias is None else whole + bias
-        # In bfloat16: with float32 or float16 the kernel is 10 to 40 times slower, and 4-bit weights round more anyway.
+        # In bfloat16: in float32 or float16 the kernel is 10 to 40 times slower, and 4-bit weights round more anyway.
         rows, scales = x.reshape(-1, x.shape[-1]).bfloat16().contiguous(), self.scales.contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.data, GROUP, scales)
         product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
@@ -73,7 +73,7 @@ class Int4Rows(PackedRows):
         return data, self.scales.detach().contiguous().view(torch.int32).squeeze(-1).numpy(), width
 
     def _unpacked(self) -> Iterator[Tensor]:
-        """Runs of rows in float32."""
+        """Yield runs of rows in float32."""
         loops, columns = product_loops(), 2 * self.data.shape[1]
         assert loops is not None
         use_threads(torch.get_num_threads())
@@ -108,7 +108,7 @@ class Int4Tiles(Int4Rows):
 
 @cache
 def column_bytes() -> int:
-    """Bytes of a column in the blocks that torch packs on this processor; 0 if ``product_loops`` cannot read them."""
+    """Return the bytes per column in torch's blocks on this processor; 0 if ``product_loops`` cannot read them."""
     if product_loops() is None:
         return 0
     levels = torch.randint(LEVELS + 1, (BLOCK, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
@@ -121,12 +121,12 @@ def column_bytes() -> int:
 
 
 def chosen(model: Any) -> Iterator[nn.Linear]:
-    """The Linears of ``model`` that are packed: all that fit, except its head."""
+    """Return the Linears of ``model`` to pack: all that fit, except its head."""
     return (linear for linear in body(model) if fits(*linear.weight.shape))
 
 
 def fits(rows: int, columns: int) -> bool:
-    """True if the kernel multiplies a matrix of this shape."""
+    """Return True if the kernel multiplies a matrix of this shape."""
     return rows % MULTIPLE == 0 and columns % GROUP == 0
 
 
@@ -138,7 +138,7 @@ def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
 
 
 def install_tiles(linear: nn.Linear) -> None:
-    """Let a Linear multiply by the tiles of its torchao tensor, unless its rows are padded."""
+    """Make a Linear multiply by the tiles of its torchao tensor, unless its rows are padded."""
     weight: Any = linear.weight
     if weight.scale_and_zero.shape[1] == linear.out_features:
         linear.weight = nn.Parameter(weight.qdata, requires_grad=False)
@@ -146,13 +146,13 @@ def install_tiles(linear: nn.Linear) -> None:
 
 
 def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int4Rows:
-    """Quantize a stack of ``matrices [E, N, K]`` of a shape that fits."""
+    """Quantize a stack of ``matrices [E, N, K]`` whose shape fits."""
     data, scales = zip(*(_quantize(matrix, of_4_bits) for matrix in matrices), strict=True)
     return Int4Rows(torch.stack(data), torch.stack(scales))
 
 
 def unpacked_elements(model: Any) -> int:
-    """The number of weights in ``model``; two packed in a byte count as two."""
+    """Return the number of weights in ``model``; two packed in a byte count as two."""
     hidden = (linear.in_features * linear.out_features - linear.weight.numel() for linear in body(model))
     stacks = (rows for module in model.modules() for rows in module.__dict__.get(STACKS, {}).values())
     stacked = (rows.data.numel() for rows in stacks if isinstance(rows, Int4Rows))
@@ -160,14 +160,14 @@ def unpacked_elements(model: Any) -> int:
 
 
 def _quantize(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
-    """The ``data`` and ``scales`` of ``weight [N, K]``."""
+    """Quantize ``weight [N, K]`` into ``data`` and ``scales``."""
     quantize = partial(_quantize_by_loops, loops) if (loops := block_loops()) else quantize_by_torch
     chunks = [quantize(rows, of_4_bits) for rows in in_chunks(weight, CHUNK)]
     return torch.cat([data for data, _ in chunks]), torch.cat([scales for _, scales in chunks], 1)
 
 
 def _quantize_by_loops(loops: Any, weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
-    """As ``quantize_by_torch``, with the same bits."""
+    """Compute the same bits as ``quantize_by_torch``."""
     groups = weight.float().contiguous().view(-1, GROUP)
     low, step = torch.empty(2, len(groups))
     levels = torch.empty(weight.shape, dtype=torch.int32)
@@ -188,7 +188,7 @@ def _quantize_by_loops(loops: Any, weight: Tensor, of_4_bits: bool) -> tuple[Ten
 
 
 def quantize_by_torch(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
-    """The ``data`` and ``scales`` of ``weight [N, K]``."""
+    """Quantize ``weight [N, K]`` into ``data`` and ``scales``."""
     groups = weight.float().reshape(-1, GROUP)
     low, span = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)
     steps = _steps(groups, low, span) if of_4_bits else LEVELS
@@ -200,7 +200,7 @@ def quantize_by_torch(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
 
 
 def _steps(groups: Tensor, low: Tensor, span: Tensor) -> Tensor:
-    """The largest number of equal steps that each group's values fit; 15 if they fit none."""
+    """Return the largest number of equal steps that each group's values fit; 15 if they fit none."""
     steps = torch.full_like(span, LEVELS)
     left = torch.arange(len(groups))
     for count in range(LEVELS, FEWEST_LEVELS - 1, -1):

@@ -1,10 +1,10 @@
-"""Weights of 8 bits: on a CPU every 32 of a row share a scale in float16, as in GGUF's Q8_0, and have no zero point.
+"""8-bit weights. On a CPU every 32 weights of a row share a float16 scale, as in GGUF's Q8_0, without a zero point.
 
 A loop multiplies one token. torch's own int8 kernel has one scale per row, which cost a KL of 0.020 on Gemma 3 270M's
-Q4_K_M; it multiplies rows that cannot be divided into groups of 32, and those of torchao's checkpoints.
+Q4_K_M. It is used for rows that cannot be divided into groups of 32, and for those of torchao's checkpoints.
 
-On a GPU torchao packs rows with one scale each, but unpacks all of them to 16 bits for every token, moving 5 bytes a
-weight; ``fuse.kernels`` read 1. Several tokens are multiplied in torchao's way.
+On a GPU torchao packs rows with one scale each, but unpacks all of them to 16 bits for every token, which moves 5 bytes
+per weight; ``fuse.kernels`` read 1. For several tokens torchao's method is used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from kvchat.models.quantize.rows import CHUNK, ROWS, Arrays, PackedRows, attach, block_loops, in_chunks
 
-METHOD = "int8"  # transformers' name of it
+METHOD = "int8"  # transformers' name
 GROUP = 32
 MOST = 127
-LEAST_SCALE = 2.0**-24  # float16's least
-MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, beyond the end of a row
-UNPACKED = 2**22  # weights that are unpacked at once for several tokens: more would take new pages every time
-ALIGNED = 64  # bytes: the kernel reads the last of rows that are not a multiple of four aligned so, or crashes
+LEAST_SCALE = 2.0**-24  # float16's minimum
+MULTIPLE = 32  # of columns: on some processors the kernel reads that many at once, beyond the end of a row
+UNPACKED = 2**22  # weights unpacked at a time for several tokens: more would take new pages every time
+ALIGNED = 64  # bytes; the kernel crashes on unaligned data if the number of rows is not a multiple of four
 
 
 class Int8Rows(PackedRows):
-    """A matrix ``data [N, K]`` of 8 bits, each row with one of ``scales [N]``, or in groups with ``[N, K / 32]``."""
+    """An 8-bit matrix ``data [N, K]`` with ``scales [N]`` of rows, or ``[N, K / 32]`` of groups."""
 
     @property
     def _in_groups(self) -> bool:
@@ -55,7 +55,7 @@ class Int8Rows(PackedRows):
         return self.data.detach().numpy(), self.scales.view(torch.uint16).numpy()
 
     def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""
+        """Yield runs of rows in ``dtype``, each with its part of ``bias [N]``."""
         at = 0
         for rows in in_chunks(self.data, UNPACKED):
             here = slice(at, at := at + len(rows))
@@ -64,7 +64,7 @@ class Int8Rows(PackedRows):
             yield groups.mul_(scales).view(rows.shape), None if bias is None else bias[here]
 
     def some(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows ``numbers [n]``, ``[n, K]``."""
+        """Return the rows ``numbers [n]`` as ``[n, K]``."""
         scales = self.scales[numbers].float().view(len(numbers), -1, 1)
         return (self.data[numbers].view(len(numbers), scales.shape[1], -1) * scales).view(len(numbers), -1).to(dtype)
 
@@ -80,7 +80,7 @@ def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
 
 
 def packed(parts: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The ``data [N, K]`` and ``scale`` of a matrix of this shape, whose rows come in ``parts``."""
+    """Quantize a matrix of this shape, whose rows come in ``parts``, to ``data [N, K]`` and scales."""
     data, scales, at = torch.empty(shape, dtype=torch.int8), [], 0
     for rows in parts:
         scales.append(_quantize(rows, data[at : at + len(rows)]))
@@ -95,22 +95,22 @@ def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int8Rows:
 
 
 def fits_stack(rows: int, columns: int) -> bool:
-    """True if each matrix of a stack is aligned as the kernel needs it."""
+    """Return True if each matrix of a stack is aligned as the kernel requires."""
     return rows * columns % ALIGNED == 0
 
 
 def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
-    """Let a Linear multiply by ``data [N, K]`` of 8 bits, each row with its ``scale [N]``."""
-    if data.data_ptr() % ALIGNED:  # as in a mapped file
+    """Make a Linear multiply by 8-bit ``data [N, K]`` with a ``scale [N]`` per row."""
+    if data.data_ptr() % ALIGNED:  # true for a mapped file
         data = data.clone()
     linear.weight = nn.Parameter(data, requires_grad=False)
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))
 
 
 def look_up(embeddings: nn.Embedding, head: nn.Linear) -> None:
-    """Let ``embeddings`` that shared the weight of a ``head`` look tokens up in the head's packed rows.
+    """Make ``embeddings`` that shared the weight of a ``head`` look up tokens in the head's packed rows.
 
-    Their own forward runs, which may do more, on a table that has only the rows of the tokens looked up.
+    Their own forward, which may do more, runs on a table of only these rows.
     """
     dtype, forward = embeddings.weight.dtype, type(embeddings).forward
     table = copy.copy(embeddings)

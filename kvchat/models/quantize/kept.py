@@ -1,12 +1,12 @@
-"""Caches the packed weights of GGUF files, so that the next load of a file maps them instead of packing again.
+"""Cache the packed weights of GGUF files, so that the next load maps them instead of packing again.
 
-A cache file is in safetensors' format. Its name is a digest of all that its content depends on: the GGUF file, the
-quantization, kvchat's code and the processor. A GGUF file is identified by path, inode, size and two times: a digest of
-5 GB would take seconds, and resetting the time of a changed file still changes ``st_ctime``, which cannot be set. The
-header has the sum of each tensor's bits, which are verified on loading, as fast as memory is read.
+A cache file is in safetensors' format. Its name is a digest of everything its content depends on: the GGUF file, the
+quantization, kvchat's code and the processor. A GGUF file is identified by path, inode, size and two times. A digest of
+5 GB would take seconds, and whoever resets the time of a changed file still changes ``st_ctime``, which cannot be set.
+The header has the sum of each tensor's bits; loading verifies them as fast as memory is read.
 
-A thread of the lowest priority writes the file once the model is ready, under another name until it is complete. All
-cache files together may take a tenth of the disk's free space; the least recently used are deleted first.
+A low-priority thread writes the file once the model is ready, under a temporary name until it is complete. All cache
+files together may take a tenth of the disk's free space; the least recently used are deleted first.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kvchat.models.quantize import int4_rows, int8_rows, packing
 from kvchat.models.quantize.rows import PIECE, all_rows, attach
 
 SUFFIX, UNFINISHED = ".safetensors", ".unfinished"
-SHARE = 10  # one part in so many of the disk's free space
-OLD_S = 3600.0  # an unfinished file of this age was abandoned
+SHARE = 10  # the cache may take 1 / SHARE of the disk's free space
+OLD_S = 3600.0  # an older unfinished file was abandoned
 CHUNK = 2**24  # bytes per write
 LOOK_S = 0.2
 LOWEST = 19  # priority
@@ -45,17 +45,17 @@ DATA = "data"
 WORD = 8
 KINDS: dict[str, Any] = {int4_rows.METHOD: int4_rows.Int4Rows, int8_rows.METHOD: int8_rows.Int8Rows}
 DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}
-Kept = dict[str, dict[str, Tensor]]  # by the names of weights: their data, and the constants by the kind of packing
+Kept = dict[str, dict[str, Tensor]]  # by weight name: the data, and the constants under the name of the packing
 
 
 def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
-    """The cache file for the files ``weights`` packed by ``quantize``; ``how`` is all else that the result depends on.
+    """Return the cache file for ``weights`` files packed by ``quantize``; ``how`` is what else the result depends on.
 
-    Versions for the same files and quantization have names with the same beginning.
+    Versions for the same files and quantization have names with the same prefix.
     """
     stats = [(os.path.realpath(file), os.stat(file)) for file in weights]
     versions = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
-    # torch's layout depends on the capability; without compiled loops groups of 32 have no scale of their own.
+    # torch's layout depends on the capability. Without compiled loops, groups of 32 have no scale of their own.
     layout = torch.backends.cpu.get_cpu_capability(), cpu_ops.imported(cpu_ops.BASE) is not None
     digests = (
         blake2b(repr(parts).encode(), digest_size=12).hexdigest()
@@ -65,7 +65,7 @@ def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
 
 
 def read(file: Path) -> Kept:
-    """The weights in ``file``, mapped; none if it does not exist or is damaged. A damaged file is deleted."""
+    """Map the weights in ``file``; return none if it does not exist or is damaged. A damaged file is deleted."""
     try:
         with safe_open(file, "pt") as opened:
             found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
@@ -91,7 +91,7 @@ def install(model: Any, kept: Kept) -> None:
         path, _, own = name.rpartition(".")
         module, data = model.get_submodule(path), parts.pop(DATA)
         if data.nbytes > PIECE or data.data_ptr() % int8_rows.ALIGNED:
-            data = data.clone()  # others are moved into huge pages, and aligned, by ``defragment``
+            data = data.clone()  # ``defragment`` moves the others into huge pages and aligns them
         ((method, constants),) = parts.items()
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(data, requires_grad=False)
@@ -118,7 +118,7 @@ class Keeping:
         try:
             if sys.platform == "linux":
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # the disk is full
                 self._write()
         finally:
             self._weights = {}
@@ -137,13 +137,13 @@ class Keeping:
                         if self._stopped:
                             return
                         file.write(part.numpy().data)
-            os.replace(unfinished, self._file)  # after a crash of the machine the sums show missing data
+            os.replace(unfinished, self._file)  # after a machine crash, the sums reveal missing data
         finally:
             unfinished.unlink(missing_ok=True)
 
 
 def begin(model: Any, file: Path) -> None:
-    """Start to write the packed weights of ``model`` to ``file``."""
+    """Start writing the packed weights of ``model`` to ``file``."""
     global _current
     _current = Keeping(model, file)
 
@@ -156,7 +156,7 @@ def stop() -> None:
 def finish(progress: Callable[[str], None]) -> None:
     """Wait until the weights are written, and report that to ``progress``."""
     while _current and not _current.ended.wait(LOOK_S):
-        progress("Keeping the packed weights for the next start")
+        progress("Saving the packed weights for the next start")
 
 
 _current: Keeping | None = None
@@ -164,13 +164,13 @@ atexit.register(stop)  # Python ends threads inside torch by aborting the proces
 
 
 def kept_files() -> list[Path]:
-    """All cache files, the least recently used first."""
+    """Return all cache files, the least recently used first."""
     return sorted(paths.packed_dir().glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
 
 
 def _make_room(new: Path, nbytes: int) -> bool:
-    """Delete files that ``new`` replaces or that leave no room for it; False if it is too large by itself."""
-    for left in new.parent.glob(f"*{UNFINISHED}"):  # of processes that were killed
+    """Delete files that ``new`` replaces or that leave no room for it; return False if it is too large by itself."""
+    for left in new.parent.glob(f"*{UNFINISHED}"):  # left by killed processes
         if time.time() - left.stat().st_mtime > OLD_S:
             left.unlink(missing_ok=True)
     of_weights = new.name.partition("-")[0]
@@ -184,7 +184,7 @@ def _make_room(new: Path, nbytes: int) -> bool:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the packed rows of ``model``, by the names of weight and part; the matrices first."""
+    """Yield the tensors of the packed rows of ``model``, named by weight and part; the matrices first."""
     modules = dict(model.named_modules())
     named = [(f"{name}.weight" if name in modules else name, rows) for name, rows in all_rows(model)]
     method = {kind: name for name, kind in KINDS.items()}
@@ -193,7 +193,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _header(weights: dict[str, Tensor]) -> bytes:
-    """The header of a file with these ``weights``, padded so that the first is aligned when the file is mapped."""
+    """Return the header of a file with these ``weights``, padded so that the first is aligned if the file is mapped."""
     sums = {name: sum_of_bits(tensor) for name, tensor in weights.items()}
     header: dict[str, Any] = {"__metadata__": {"sums": json.dumps(sums)}}
     end = 0
@@ -206,7 +206,7 @@ def _header(weights: dict[str, Tensor]) -> bytes:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """The sum of the 64-bit words of a tensor's memory, plus that of the remaining bytes."""
+    """Return the sum of the 64-bit words of a tensor's memory, plus that of the remaining bytes."""
     stored = _bytes(tensor)
     whole = stored.numel() // WORD * WORD
     words, rest = stored[:whole].view(torch.int64), stored[whole:]

@@ -1,6 +1,6 @@
-"""Lets transformers pack each weight while it reads a model to a CPU, so that only one at a time is unpacked.
+"""Make transformers pack each weight while it reads a model to a CPU, so that only one at a time is unpacked.
 
-A file of its own because it imports transformers' quantizers, and with them torchao, which other models do not need.
+A separate file, because it imports transformers' quantizers, and with them torchao, which other models do not need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvchat.models.quantize.packing import PACKINGS
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Requests the packing ``method`` on a CPU; ``of_4_bits`` says that the weights had 4 bits already."""
+    """Requests the packing ``method`` on a CPU; ``of_4_bits`` says that the weights already had 4 bits."""
 
     def __init__(self, method: str, of_4_bits: bool = False) -> None:
         super().__init__(quant_method=method)
@@ -45,7 +45,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class Pack(ConversionOps):  # type: ignore[misc]
-    """Packs each weight that was read; ``of_4_bits`` as in ``PackedConfig``."""
+    """Packs each weight after it is read; ``of_4_bits`` as in ``PackedConfig``."""
 
     def __init__(self, method: str, *, of_4_bits: bool = False) -> None:
         self._method, self._of_4_bits = method, of_4_bits
@@ -53,7 +53,7 @@ class Pack(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Pack the weight into its module, and return the other weights made from the same tensors."""
         name = kwargs["full_layer_name"]
-        value = _tensor(input_dict.pop(name)).detach()  # unpacked mxfp4 has gradients
+        value = _tensor(input_dict.pop(name)).detach()  # unpacked mxfp4 requires gradients
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
         if value.shape != (expected := getattr(module, own).shape):  # transformers checks only weights that it sets
@@ -63,18 +63,18 @@ class Pack(ConversionOps):  # type: ignore[misc]
             PACKINGS[self._method].pack(module, of_4_bits=self._of_4_bits)
         else:
             packing.pack_stack(module, own, value, self._method, of_4_bits=self._of_4_bits)
-        getattr(module, own)._is_hf_initialized = True  # else it, or for some models its whole layer, is initialized
+        getattr(module, own)._is_hf_initialized = True  # else transformers initializes it or its whole layer
         kwargs["missing_keys"].discard(name)
         return input_dict
 
 
 class PackUnpacked(Pack):
-    """Packs the weights that ``PackedQuantizer`` would pack, of a checkpoint whose weights all pass through this."""
+    """Packs the weights that ``PackedQuantizer`` would pack, for a checkpoint whose weights all pass through this."""
 
     _packed: set[str] | None = None
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Pack the weight, unless it is not to be packed or several weights were made at once."""
+        """Pack the weight, unless it must not be packed or several weights were made at once."""
         if self._packed is None:
             self._packed = _packed(kwargs["model"], self._method)
         if len(input_dict) > 1 or (name := kwargs["full_layer_name"]) not in self._packed:
@@ -86,13 +86,13 @@ class PackUnpacked(Pack):
 
 
 def _tensor(made: Any) -> Tensor:
-    """The tensor that transformers ``made`` for one weight, which may be in a list."""
+    """Return the tensor that transformers ``made`` for one weight, which may be in a list."""
     tensor: Tensor = made[0] if isinstance(made, list) else made
     return tensor
 
 
 def _packed(model: Any, method: str) -> set[str]:
-    """The names of the weights in ``model`` that are packed."""
+    """Return the names of the weights in ``model`` to pack."""
     chosen = set(PACKINGS[method].linears(model))
     linears = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
     return linears | {name for name, _ in packing.chosen_stacks(model, method)}

@@ -1,6 +1,6 @@
 """Packings of weights on a CPU, by transformers' names, and packed experts of mixtures.
 
-transformers stores the experts of a layer as two stacks of matrices and runs them by a replaceable function
+transformers stores the experts of a layer as two stacks of matrices and runs them through a replaceable function
 (``use_experts_implementation``), which takes the activation, bias and norm of an architecture from the module. Here a
 token is multiplied by the packed rows of its experts.
 """
@@ -20,12 +20,12 @@ from kvchat.models.quantize.rows import STACKS, PackedRows, body
 
 
 class Packing(NamedTuple):
-    """One way to pack.
+    """A method of packing.
 
     Attributes:
-        linears: the Linears of a model that are packed.
-        pack: packs a Linear; ``of_4_bits`` says that its weights had 4 bits already.
-        fits: True if matrices with these numbers of rows and columns can be packed in a stack.
+        linears: finds the Linears of a model to pack.
+        pack: packs a Linear; ``of_4_bits`` says that its weights already had 4 bits.
+        fits: returns True if matrices with these numbers of rows and columns can be packed in a stack.
         stack: packs a stack of matrices; ``of_4_bits`` as above.
     """
 
@@ -44,7 +44,7 @@ PACKINGS = {
 class Stack(NamedTuple):
     """The matrices of a layer's experts for one projection: the parameter ``name`` of ``module``.
 
-    ``shape`` is ``[E, N, K]``: the number of experts, and the outputs and inputs of each.
+    ``shape`` is ``[E, N, K]``: experts, and outputs and inputs of each.
     """
 
     module: Any
@@ -58,7 +58,7 @@ class Stack(NamedTuple):
 
 
 def stacks(model: Any) -> Iterator[tuple[str, Stack]]:
-    """The stacks of experts in ``model`` that transformers runs by a replaceable function, with their names."""
+    """Yield the stacks of experts in ``model`` that transformers runs through a replaceable function, with names."""
     for path, module in model.named_modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
@@ -75,7 +75,7 @@ def pack_stack(module: Any, name: str, value: Tensor, method: str, *, of_4_bits:
 
 
 def attach_stack(module: Any, name: str, rows: PackedRows) -> None:
-    """Let a module of experts multiply by ``rows`` in place of its stack ``name``."""
+    """Make a module of experts multiply by ``rows`` instead of its stack ``name``."""
     rows.data = nn.Parameter(rows.data, requires_grad=False)
     setattr(module, name, rows.data)
     module.__dict__.setdefault(STACKS, {})[name] = rows
@@ -83,14 +83,14 @@ def attach_stack(module: Any, name: str, rows: PackedRows) -> None:
 
 
 def _matrices(module: Any, stack: Tensor) -> Tensor:
-    """The stack as ``[E, N, K]``; some architectures store the matrices transposed."""
+    """Return the stack as ``[E, N, K]``; some architectures store the matrices transposed."""
     return stack.transpose(1, 2) if module.is_transposed else stack
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """``hidden_states [tokens, d]`` through the experts ``top_k_index [tokens, k]``, weighted: ``[tokens, d]``."""
+    """Send ``hidden_states [tokens, d]`` through the experts ``top_k_index [tokens, k]``; return the weighted sum."""
     routes = top_k_index.tolist()
-    if len(routes) == 1:  # without gathering a decoded token takes a tenth less time
+    if len(routes) == 1:  # without gathering, a decoded token takes a tenth less time
         found = torch.cat([_expert(module, expert, hidden_states) for expert in routes[0]])
         return (found * top_k_weights[0, :, None]).sum(0, keepdim=True).to(hidden_states.dtype)
     tokens_of: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -106,7 +106,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def _expert(module: Any, expert: int, x: Tensor) -> Tensor:
-    """``x [tokens, d]`` through one expert: ``[tokens, d]``."""
+    """Send ``x [tokens, d]`` through one expert: ``[tokens, d]``."""
     if module.has_gate:
         x = module._apply_gate(_projected(module, "gate_up_proj", expert, x))
     else:
@@ -116,7 +116,7 @@ def _expert(module: Any, expert: int, x: Tensor) -> Tensor:
 
 
 def _projected(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
-    """``x [tokens, K]`` through one matrix of a stack: ``[tokens, N]``."""
+    """Multiply ``x [tokens, K]`` with one matrix of a stack: ``[tokens, N]``."""
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     rows: PackedRows | None = module.__dict__[STACKS].get(name)
     if rows is not None:

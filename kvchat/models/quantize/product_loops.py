@@ -1,12 +1,11 @@
-"""Products of packed weights with one token's row, compiled by numba: in integers, as in llama.cpp.
+"""Products of packed weights with one token's row in integers, as in llama.cpp, compiled by numba.
 
-The row is rounded to 16 bits first, with a step for every 32 numbers; torch's kernel takes it in bfloat16, which has 8.
-Then a processor needs a few instructions for 32 products. On an EPYC with AVX2 one thread multiplies the 106 million
-weights of SmolLM2's layers in 20.4 ms in 4 bits, torch's kernel in 29.4; the 28 million of its head take 6.2 ms in 8
-bits and 12.9 in 32. LLVM finds these instructions in no loop, so they are written out: on x86 those that add two
-products, or four (AVX-512 VNNI: one thread of an EPYC multiplies 3,072 x 576 weights of 4 bits from memory in 34 us
-instead of 57), on other processors their equivalents. Operations of the layer before and after a product are part of
-the same call; torch would need a dozen calls.
+The row is first rounded to 16 bits, with a step for every 32 numbers; torch's kernel takes it in bfloat16, which has 8.
+A processor then needs a few instructions for 32 products. On one thread of an EPYC with AVX2, the 106 million 4-bit
+weights of SmolLM2's layers take 20.4 ms, and 29.4 ms with torch's kernel. LLVM does not find these instructions by
+itself, so they are written out: on x86 those that add two products, or four (AVX-512 VNNI: 34 us instead of 57 for
+3,072 x 576 4-bit weights from memory), elsewhere their equivalents. The layer's operations before and after a product
+are part of the same call; torch would need a dozen calls.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from kvchat.models.quantize.rows import GELU
 
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
-MOST = 127 * 256  # of 16 bits, so that the upper half is at most 127
+MOST = 127 * 256  # in 16 bits, so that the upper half is at most 127
 HALF = 16  # products of 4 and 8 bits whose sum fits into 16 bits
-# Prefetched, because the scales of consecutive groups of a row are far apart: without it the products of SmolLM2's
-# layers took 1.2 times as long from memory, its head's 1.1 times.
+# Prefetch distances. The scales of consecutive groups of a row are far apart: without prefetching, products from memory
+# took 1.2 times as long for SmolLM2's layers and 1.1 times for its head.
 GROUPS_AHEAD, BLOCKS_AHEAD = 4, 4
-SCALE_BYTES = 4  # of a scale and a zero point
+SCALE_BYTES = 4  # a scale and a zero point
 GELU_SCALE, GELU_CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
-ZERO = 8  # the level of 4 bits that stands for the group's zero point
-ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], i8, f4[::1]"  # the arguments of a product after its matrix
+ZERO = 8  # the 4-bit level of the group's zero point
+ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], i8, f4[::1]"  # arguments of a product after its matrix
 NORM = "f4[::1], f4"
-MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 bits, of 8
-# The processor adds pairs of products; unknown if numba is told to compile for another one.
+MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 and of 8 bits
+# The processor adds pairs of products; unknown if numba is set to compile for another one.
 PAIRS = llvm.get_host_cpu_features().get("avx2", False) and not numba.config.CPU_NAME
-FOURS = PAIRS and llvm.get_host_cpu_features().get("avx512vnni", False)  # or sums of four at once
+FOURS = PAIRS and llvm.get_host_cpu_features().get("avx512vnni", False)  # adds four products at once
 BYTE, SHORT, WORD, SIZE, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-# ---- before and after a product --------------------------------------------------------------------
+# ---- before and after a product
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _normalize(x: Array, norm: Array, eps: np.float32) -> None:
-    """RMSNorm of ``x [K]``, in place."""
+    """Apply RMSNorm to ``x [K]`` in place."""
     squares = np.float32(0)
     for i in range(len(x)):
         squares += x[i] * x[i]
@@ -60,7 +59,7 @@ def _normalize(x: Array, norm: Array, eps: np.float32) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Array]:
-    """``x [K]`` in 16 bits, first normalized by ``norm [K]`` unless that is empty.
+    """Round ``x [K]`` to 16 bits, after normalizing it by ``norm [K]`` unless that is empty.
 
     Returns the levels ``[K]``, and the steps and the sums of levels of its groups, ``[K / 32]`` each.
     """
@@ -75,7 +74,7 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
         for i in range(GROUP):
             value = row[GROUP * group + i]
             most = max(most, abs(value))
-            unknown += value * np.float32(0)  # NaN if a value is not finite, so that the product is NaN too
+            unknown += value * np.float32(0)  # NaN if a value is not finite, which makes the product NaN
         inverse = np.float32(MOST) / most if most > 0 else np.float32(0)
         total = np.int32(0)
         for i in range(GROUP):
@@ -88,7 +87,7 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _halves(levels: Array) -> tuple[Array, Array]:
-    """The 8-bit numbers ``upper`` and ``lower`` with ``levels = 256 * upper + lower``."""
+    """Split ``levels`` into 8-bit numbers: ``levels = 256 * upper + lower``."""
     upper, lower = np.empty(len(levels), np.int8), np.empty(len(levels), np.int8)
     for i in range(len(levels)):
         level = np.int32(levels[i])
@@ -118,26 +117,26 @@ def _finish(rows: Array, bias: Array, residual: Array, gate: int, out: Array) ->
             out[i] = rows[i] * sigmoid * rows[half + i]
 
 
-# ---- LLVM's instructions ---------------------------------------------------------------------------
+# ---- LLVM's instructions
 def _vector(kind: ir.Type, width: int) -> ir.VectorType:
     return ir.VectorType(kind, width)
 
 
 def _part(builder: Any, vector: Any, first: int, width: int) -> Any:
-    """``width`` elements of a vector, beginning with ``first``."""
+    """Return ``width`` elements of a vector from ``first`` on."""
     mask = ir.Constant(_vector(WORD, width), list(range(first, first + width)))
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
 
 def _splat(builder: Any, number: Any, width: int) -> Any:
-    """A vector whose elements are all ``number``."""
+    """Return a vector whose elements are all ``number``."""
     nothing = ir.Constant(_vector(number.type, width), ir.Undefined)
     one = builder.insert_element(nothing, number, WORD(0))
     return builder.shuffle_vector(one, nothing, ir.Constant(_vector(WORD, width), [0] * width))
 
 
 def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
-    """A call of one of LLVM's intrinsics."""
+    """Call one of LLVM's intrinsics."""
     shape = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, shape, name), arguments, fastmath=fastmath)
 
@@ -147,20 +146,20 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _load(builder: Any, array: Any, index: Any, kind: ir.Type, align: int = 1) -> Any:
-    """A vector loaded from an array, beginning at the element ``index``."""
+    """Load a vector from an array, from the element ``index`` on."""
     return builder.load(builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer()), align=align)
 
 
 def _prefetch(builder: Any, array: Any, index: Any, size: int) -> None:
-    """Prefetch ``size`` bytes of an array, beginning at the element ``index``."""
+    """Prefetch ``size`` bytes of an array from the element ``index`` on."""
     pointer = builder.bitcast(builder.gep(array.data, [index]), BYTE.as_pointer())
     for at in range(0, size, LINE):
         build_prefetch(builder, builder.gep(pointer, [SIZE(at)]), FIRST_CACHE)
 
 
-# ---- 4 bits ----------------------------------------------------------------------------------------
+# ---- 4 bits
 def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
-    """The sums, in 16 bits, of two columns of 16 ``weights`` of 4 bits, each times its one of two 8-bit ``levels``."""
+    """Multiply two columns of 16 4-bit ``weights`` with one 8-bit level each; return the sums in 16 bits."""
     shorts = _vector(SHORT, 16)
     if PAIRS:
         alternating = ir.Constant(_vector(WORD, 32), [at for row in range(16) for at in (row, 16 + row)])
@@ -179,7 +178,7 @@ def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
 def _by_pairs(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """The sums, in 32 bits, of a group's columns times its levels: for each 16 rows one for each of the ``halves``."""
+    """Multiply a group's columns with its levels; return the sums in 32 bits, for each 16 rows one per half."""
     bytes_, words = _vector(BYTE, width), _vector(WORD, 16)
     four, low_half = ir.Constant(bytes_, [4] * width), ir.Constant(bytes_, [15] * width)
     parts = range(2 * width // 16)
@@ -211,7 +210,7 @@ def _by_pairs(
 def _by_fours(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """As ``_by_pairs``, by instructions that add four products at once in 32 bits; a column has 32 bytes."""
+    """Do the same as ``_by_pairs`` with instructions that add four products in 32 bits; a column has 32 bytes."""
     bytes_, words = _vector(BYTE, 2 * width), _vector(WORD, 16)
     four, low_half = ir.Constant(words, [4] * 16), ir.Constant(words, [0x0F0F0F0F] * 16)
     totals: list[list[Any]] = [[ir.Constant(words, [0] * 16)] * 2 for _ in range(4)]
@@ -232,9 +231,7 @@ def _by_fours(
 
 
 def _four_bit_rows(width: int) -> Any:
-    """The product of 2 * ``width`` rows in torch's layout: each column has ``width`` bytes, and byte i holds the level
-    of row i in its lower half and that of row ``width`` + i in its upper half.
-    """
+    """Return the product of 2 * ``width`` rows in torch's layout: byte i of a column has rows i and ``width`` + i."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(
@@ -267,7 +264,7 @@ def _four_bit_rows(width: int) -> Any:
             of_zero = _splat(builder, builder.fmul(builder.sitofp(total, FLOAT), step), 16)
             for part in parts:
                 place = builder.add(builder.mul(loop.index, all_rows), builder.add(first_row, SIZE(16 * part)))
-                pairs = _load(builder, scales, place, words, align=4)  # of bfloat16: a scale, then its zero point
+                pairs = _load(builder, scales, place, words, align=4)  # in bfloat16: a scale, then its zero point
                 scale = builder.bitcast(builder.shl(pairs, ir.Constant(words, [16] * 16)), floats)
                 zero = builder.bitcast(builder.and_(pairs, ir.Constant(words, [-(2**16)] * 16)), floats)
                 whole = builder.add(builder.shl(totals[part][0], eight), totals[part][1])
@@ -298,11 +295,12 @@ def four_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """``x [K]`` through the levels ``data [N, K / 2]``, which torch packed with ``width`` bytes a column: ``out [N]``.
+    """Multiply ``x [K]`` with the levels ``data [N, K / 2]``, which torch packed in columns of ``width`` bytes.
 
     ``scales [K / 32, N]`` are the bits of each group's scale and zero point in bfloat16. N is a multiple of 2 * width.
-    x is first normalized by ``norm [K]``; ``bias [N]`` and ``residual [N]`` are added at the end; each may be empty.
-    With ``gate`` (``SILU`` or ``GELU``, else 0) ``out [N / 2]`` is the gate of the first half times the second half.
+    x is first normalized by ``norm [K]``; ``bias [N]`` and ``residual [N]`` are added to ``out [N]``; each may be
+    empty. With ``gate`` (``SILU`` or ``GELU``, else 0) ``out [N / 2]`` is the gate of the first half times the second
+    half.
     """
     levels, steps, sums = _rounded(x, norm, eps)
     upper, lower = _halves(levels)
@@ -317,7 +315,7 @@ def four_bit_product(
 
 @compiled("void(u1[:, ::1], f4[:, :, ::1], i8, f4[:, ::1])", parallel=HAS_THREADS)
 def unpack_four_bits(data: Array, scales: Array, width: int, out: Array) -> None:
-    """The weights ``out [N, K]`` of ``data [N, K / 2]``; ``scales [K / 32, N, 2]`` are scales and zero points."""
+    """Unpack ``data [N, K / 2]`` to weights ``out [N, K]``; ``scales [K / 32, N, 2]`` are scales and zero points."""
     columns, groups = out.shape[1], len(scales)
     blocks = data.reshape(-1, columns, width)
     for block in numba.prange(len(blocks)):
@@ -330,9 +328,9 @@ def unpack_four_bits(data: Array, scales: Array, width: int, out: Array) -> None
                     out[high, column] = np.float32((both >> 4) - ZERO) * scales[group, high, 0] + scales[group, high, 1]
 
 
-# ---- 8 bits ----------------------------------------------------------------------------------------
+# ---- 8 bits
 def _thirty_two(builder: Any, weights: Any, levels: Any) -> Any:
-    """Eight sums, in 32 bits, of the products of 32 ``weights`` and ``levels`` of 16 bits."""
+    """Multiply 32 16-bit ``weights`` and ``levels``; return eight sums in 32 bits."""
     eight = _vector(WORD, 8)
     if PAIRS:
         halves = [[_part(builder, each, at, 16) for each in (weights, levels)] for at in (0, 16)]
@@ -344,7 +342,7 @@ def _thirty_two(builder: Any, weights: Any, levels: Any) -> Any:
 
 
 def _eight_bit_rows(rows: int) -> Any:
-    """The product of ``rows`` rows, which are read in parallel, so that a processor prefetches in each."""
+    """Return the product of ``rows`` rows, read in parallel so that the processor prefetches each."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(_context: Any, data: Any, scale: Any, levels: Any, steps: Any, out: Any, first: Any) -> Any:
@@ -368,7 +366,7 @@ def _eight_bit_rows(rows: int) -> Any:
                 _prefetch(builder, data, builder.mul(soon, SIZE(GROUP)), GROUP)
                 weights = builder.sext(_load(builder, data, builder.mul(group, SIZE(GROUP)), bytes_), shorts)
                 products = builder.sitofp(_thirty_two(builder, weights, values), floats)
-                # A non-negative float16 shifted by 13 bits is a float32 whose exponent is too small by 112.
+                # A nonnegative float16 shifted by 13 bits is a float32 whose exponent is too small by 112.
                 half = builder.zext(builder.load(builder.gep(scale.data, [group])), WORD)
                 small = builder.bitcast(builder.shl(half, WORD(13)), FLOAT)
                 scaled = builder.fmul(builder.fmul(small, FLOAT(2.0**112)), step)
@@ -398,7 +396,7 @@ def eight_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """As ``four_bit_product`` with ``data [N, K]``; ``scale [N, K / 32]`` are each group's scale as float16 bits."""
+    """Do the same as ``four_bit_product`` with ``data [N, K]``; ``scale [N, K / 32]`` are float16 bits per group."""
     levels, steps, _ = _rounded(x, norm, eps)
     rows = np.empty(len(data), np.float32) if gate else out
     fours = len(data) // 4
@@ -409,9 +407,9 @@ def eight_bit_product(
     _finish(rows, bias, residual, gate, out)
 
 
-# ---- a layer without its attention -----------------------------------------------------------------
+# ---- a layer without its attention
 def multiply(matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gate: int, out: Array) -> None:
-    """The product with a ``matrix`` from ``PackedRows.arrays``; other arguments as in ``four_bit_product``."""
+    """Multiply with a ``matrix`` from ``PackedRows.arrays``; other arguments as in ``four_bit_product``."""
 
 
 @overload(multiply)  # type: ignore[untyped-decorator]
@@ -448,7 +446,7 @@ def begin_layer(
     keys: int,
     heads: Array,
 ) -> None:
-    """One token's queries, keys and values ``heads [n, d]`` of ``hidden [K]``, which is normalized by ``norm [K]``.
+    """Compute one token's queries, keys and values ``heads [n, d]`` from ``hidden [K]``, normalized by ``norm [K]``.
 
     ``matrix`` and ``bias`` are merged from those of all three. Each of the ``queries`` and ``keys`` is normalized by
     its row of ``of_heads [queries + keys, d]``, which may be ``[0, d]``, and rotated by ``cos`` and ``sin [d]``.
@@ -461,7 +459,7 @@ def begin_layer(
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _add_product(matrix: Any, x: Array, bias: Array, norm: Array, eps: np.float32, residual: Array, out: Array) -> None:
-    """``residual`` plus the product of ``x`` with a matrix, which is normalized by ``norm`` unless that is empty."""
+    """Write ``residual`` plus the product of ``x`` with a matrix, normalized by ``norm`` unless that is empty."""
     none = np.empty(0, np.float32)
     if not len(norm):
         multiply(matrix, x, bias, none, eps, residual, 0, out)
@@ -495,7 +493,7 @@ def end_layer(
     hidden: Array,
     out: Array,
 ) -> None:
-    """One token's layer after attention: ``out [K]`` from its input ``hidden [K]`` and its heads' result ``attended``.
+    """Compute one token's layer after attention: ``out [K]`` from its input ``hidden [K]`` and its heads' ``attended``.
 
     ``output`` is the matrix after attention; ``gate_up`` and ``down`` are those of the MLP, whose input is normalized
     by ``norm [K]``. ``attention_norm`` and ``mlp_norm``, ``[K]`` or empty, normalize what attention and MLP add.

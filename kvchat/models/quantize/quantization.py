@@ -1,7 +1,7 @@
 """Quantized weights: int8 and int4 by torchao on a GPU, nf4 by bitsandbytes, and checkpoints quantized by others.
 
-transformers and its quantizers do the work; kvchat chooses their configuration and names a missing package. int8 and
-int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
+transformers and its quantizers do the work; kvchat chooses their configuration and names missing packages. On a CPU,
+int8 and int4 are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 PACKED_HERE = ("int8", "int4")  # on a CPU
-WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in dtypes other than float16
-# The extra whose packages read checkpoints of a method.
+WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # for 8 bits in dtypes other than float16
+# Extras whose packages read checkpoints of a method.
 EXTRA_OF_METHOD = {"bitsandbytes": "bnb", "torchao": "ao", "gptq": "gptq", "awq": "gptq"}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The quantization to load weights in: transformers' name of the method ("": none) and its loading options."""
+    """The quantization to load weights in: transformers' name of the method ("" for none) and its loading options."""
 
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
-    """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
+    """Return the quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``, to compute in ``dtype``.
 
-    "auto" means "none" here: ``repacking.choose`` has decided for weights that transformers unpacks.
+    "auto" means "none" here: ``repacking.choose`` has already decided about weights that transformers unpacks.
 
     Raises:
         UsageError: there is no such choice, or not for this device and dtype, or a package is not installed.
-        ModelError: the checkpoint is quantized already.
+        ModelError: the checkpoint is already quantized.
     """
     check(quantize, config, device)
     if quantize in ("auto", "none"):
@@ -62,10 +62,10 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
 
 
 def check(quantize: str, config: Any, device: torch.device) -> None:
-    """Refuse an unknown choice, or one that a checkpoint with this ``config`` does not have on ``device``.
+    """Refuse an unknown choice, or one that a checkpoint with this ``config`` does not support on ``device``.
 
     Raises:
-        UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
+        UsageError: there is no such choice; ModelError: the checkpoint is already quantized.
     """
     check_known(quantize, CHOICES, "quantization")
     own = own_method(config)
@@ -79,7 +79,7 @@ def check(quantize: str, config: Any, device: torch.device) -> None:
 
 
 def import_package(quantized: Quantization) -> None:
-    """Import the package that reads quantized weights in the way that kvchat needs, before transformers does."""
+    """Import the package for quantized weights, configured for kvchat, before transformers does."""
     if quantized.method == "bitsandbytes":
         getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
         with suppress(ImportError):  # transformers' own error names the package
@@ -87,7 +87,7 @@ def import_package(quantized: Quantization) -> None:
 
 
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
-    """The refusal of a model for which a package is missing, which transformers' message names."""
+    """Return the error for a model that needs a package which is not installed, as transformers' message says."""
     message = " ".join(str(error).split())[:300]
     found = next((extra for method, extra in EXTRA_OF_METHOD.items() if method in quantized.method), "")
     named = libraries.EXTRAS[found] if found else _named_in(message)
@@ -96,19 +96,19 @@ def missing(name: str, quantized: Quantization, error: ImportError) -> ModelErro
 
 
 def _named_in(message: str) -> Sequence[str]:
-    """The packages that transformers' ``message`` says to install."""
+    """Return the packages that transformers' ``message`` says to install."""
     command = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
     options = ("-U", "--upgrade")
     return [word for word in (command[1] if command else "").split() if word not in options]
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's weights on its device, quantization constants included."""
+    """Return the bytes of a model's weights on its device, including quantization constants."""
     return sum(tensor.nbytes for tensor in _tensors(model))
 
 
 def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in memory that make up a model's weights, quantization constants included, with names."""
+    """Yield the named tensors in memory that make up a model's weights, including quantization constants."""
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes' constants
         constants = [value for value in vars(state).values() if isinstance(value, Tensor)] if state else []
@@ -121,7 +121,7 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a weight consists of: torchao's wrap several, and report the unpacked size."""
+    """Yield the tensors that make up a weight: torchao's wrap several and report the unpacked size."""
     if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -130,24 +130,24 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_packed(model: Any) -> bool:
-    """True if some weights are in a form that only their quantizer multiplies."""
+    """Return True if some weights are in a form that only their quantizer can multiply."""
     return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
 
 
 def notes(model: Any) -> list[str]:
-    """Notes to the user about a loaded model whose checkpoint was quantized."""
+    """Return notes for the user about a loaded model whose checkpoint was quantized."""
     method, dtype = own_method(model.config), str(model.dtype).removeprefix("torch.")
     unpacked = method not in ("", *PACKED_HERE) and not is_packed(model)
     return [f"The {method} weights were unpacked to {dtype}."] if unpacked else []
 
 
 def describe(model: Any) -> str:
-    """The name of a loaded model's quantization; "" if its weights are not packed."""
+    """Return the name of a loaded model's quantization; "" if its weights are not packed."""
     return kind_of(model.config) if is_packed(model) else ""
 
 
 def kind_of(config: Any) -> str:
-    """The quantization of a checkpoint, by its name in ``CHOICES`` or else transformers'."""
+    """Return the quantization of a checkpoint, by its name in ``CHOICES`` or else transformers'."""
     return stored_tensors.kind_of(own_section(config))
 
 
@@ -157,7 +157,7 @@ def own_method(config: Any) -> str:
 
 
 def is_unpacked(config: Any, device: torch.device) -> bool:
-    """True if transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
+    """Return True if transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
     if not (method := own_method(config)):
         return False
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -165,7 +165,7 @@ def is_unpacked(config: Any, device: torch.device) -> bool:
 
 
 def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
-    """The only dtype in which a checkpoint's packed weights can be multiplied; None if others work too.
+    """Return the only dtype in which a checkpoint's packed weights can be multiplied; None if others work too.
 
     torchao's weights need the dtype that they were packed from, except 8 bits on a CPU, which ``int8_rows`` multiplies.
     """
@@ -176,10 +176,10 @@ def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
 
 
 def unpack_while_reading(config: Any, device: torch.device) -> None:
-    """Let transformers unpack while reading weights that ``device`` cannot multiply packed.
+    """Make transformers unpack weights while reading if ``device`` cannot multiply them packed.
 
-    Otherwise it would unpack compressed-tensors later, by a hook that only a forward with the head calls, and leave
-    other formats packed even for the CPU if the machine has a GPU that multiplies them.
+    Otherwise it would unpack compressed-tensors later, in a hook that runs only in a forward with the head, and leave
+    other formats packed even for the CPU if the machine has a GPU that can multiply them.
     """
     if is_unpacked(config, device):
         config.quantization_config["dequantize"] = True
@@ -203,7 +203,7 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Let ``int8_rows`` multiply int8 weights on a CPU and pack the head if the layers are packed; nf4 keeps the dtype.
+    """Make ``int8_rows`` multiply int8 weights on a CPU, and the head if the layers are packed; nf4 keeps the dtype.
 
     bitsandbytes would round nf4 to bfloat16 on CPUs that multiply it, and fail if rows are not a multiple of 32.
     """
@@ -221,10 +221,10 @@ def multiply_on_cpu(model: Any) -> None:
 
 
 def multiply_on_gpu(model: Any) -> None:
-    """Let ``int8_rows`` and ``int4_rows`` multiply torchao's weights on a GPU.
+    """Make ``int8_rows`` and ``int4_rows`` multiply torchao's weights on a GPU.
 
-    bitsandbytes multiplies nf4: merging its projections would save three launches a layer, which is computed to be
-    0.2 of the 17.5 ms of an 8B model's token on an RTX 3060.
+    bitsandbytes multiplies nf4. Merging its projections would save three launches per layer: by calculation 0.2 of 17.5
+    ms per token for an 8B model on an RTX 3060.
     """
     multiply_int8(model)
     for linear in body(model):
@@ -233,7 +233,7 @@ def multiply_on_gpu(model: Any) -> None:
 
 
 def multiply_int8(model: Any) -> None:
-    """Let ``int8_rows`` multiply torchao's weights of 8 bits."""
+    """Make ``int8_rows`` multiply torchao's 8-bit weights."""
     for linear in body(model) if describe(model) == "int8" else ():
         weight: Any = linear.weight
         if hasattr(weight, "qdata") and weight.scale.numel() == len(weight.qdata):
@@ -241,7 +241,7 @@ def multiply_int8(model: Any) -> None:
 
 
 def own_section(config: Any) -> dict[str, Any]:
-    """The ``quantization_config`` of a configuration; empty if it has none."""
+    """Return the ``quantization_config`` of a configuration; empty if it has none."""
     own: Any = getattr(config, "quantization_config", None) or {}
     return own if isinstance(own, dict) else dict(own.to_dict())
 

@@ -1,19 +1,19 @@
-"""Products with weights on a CPU, packed or not, for one token or many, and the number of threads for them.
+"""Products with packed or unpacked weights on a CPU, for one token or many, and the number of threads for them.
 
-For one row Intel's MKL, with which torch multiplies float32 on x86, reads a matrix at a third of the memory's speed if
-the processor is not Intel's: on an AMD EPYC 384 x 8,192 take 1.2 ms, on one thread or two. MKL's batched product of
-blocks of rows is faster: 0.33 ms on one thread, 0.25 on two. The processor's vendor decides and not a measurement, so
-that a conversation has the same last bits every time.
+For one row in float32, Intel's MKL, which torch uses on x86, reads a matrix at a third of the memory bandwidth if the
+processor is not Intel's: on an AMD EPYC, 384 x 8,192 take 1.2 ms on one thread or two. MKL's batched product of blocks
+of rows takes 0.33 ms on one thread and 0.25 on two. The processor's vendor decides, not a measurement, so that a
+conversation always has the same last bits.
 
-On processors with AVX-512 torch multiplies bfloat16 with oneDNN, for one row at a third to half of the memory's speed.
-torch's own product reads at full speed: 8,192 x 2,048 take 0.95 ms instead of 1.75, and 1.8 in float32. Without AVX-512
-it is many rows of bfloat16 that are slow: 512 take 368 ms, but 122 if the matrix is widened to float32 first, and 100
-if it is stored in float32.
+With AVX-512, torch multiplies bfloat16 with oneDNN, for one row at a third to half of the memory bandwidth. torch's own
+product reads at full bandwidth: 8,192 x 2,048 take 0.95 ms instead of 1.75, and 1.8 in float32. Without AVX-512, many
+rows of bfloat16 are slow: 512 take 368 ms, but 122 if the matrix is first widened to float32, and 100 if it is stored
+in float32.
 
 Short parallel loops use as many threads as other processes leave cores for. Each loop waits for its last thread, and
-next to a busy process one thread always waits for a core: on two cores with two busy processes a token of the bundled
+next to a busy process one thread always waits for a core: on two cores with two busy processes, a token of the bundled
 model, about a hundred such loops, took 10 ms on two threads and 6.8 on one. Loading a model runs such loops too: the
-tests of the bundled one took 11.5 s and 0.5 s. The loops of a prompt are long; it is processed on all threads.
+tests of the bundled one took 11.5 s and 0.5 s. The loops of a prompt are long, so it is processed on all threads.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from kvchat import process
 from kvchat.kv.ops.cpu_ops import ROWS as ROWS_TOGETHER
 from kvchat.kv.ops.cpu_ops import compiled_loops, needed_loops, use_threads
 
-ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
-PIECE = 2**26  # bytes that exist twice while weights are moved; larger weights get huge pages where they are
-CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
-BLOCK = 64  # rows that int4 interleaves, or fewer on some processors: a merged matrix must begin a new block
+ROWS, STACKS = "packed_rows", "packed_stacks"  # attributes of a Linear, and of a layer's experts
+PIECE = 2**26  # bytes that exist twice while weights are moved; larger weights get huge pages in place
+CHUNK = 2**18  # weights quantized at a time: in float32 they stay in a processor's cache
+BLOCK = 64  # rows that int4 interleaves, fewer on some processors; merged matrices must start a new block
 PROCESSOR = Path("/proc/cpuinfo")
 MAKE = "AuthenticAMD"
-BLOCKS = 4  # at least: fewer are slower (one is the slow product itself)
+BLOCKS = 4  # the minimum: fewer are slower (one is the slow product itself)
 FEW = 16  # most rows that a loop multiplies together in float32
-MANY = 32  # fewest rows for which widening a matrix saves more than it costs
-SAMPLE_S = 0.1  # between two samples: ten ticks of the kernel's clock, in which it counts processor time
+MANY = 32  # fewest rows for which widening a matrix pays off
+SAMPLE_S = 0.1  # between two samples: ten ticks of the kernel's clock for processor time
 PAUSE_S = 1.0  # between two answers
-# Other processes that take no more than this share of a core may share it with a thread of ours. The application takes
-# a quarter while it draws an answer, and the terminal must draw it too; a busy process that shares its core with one
-# of our threads gets two thirds.
+# Other processes that take at most this share of a core may share it with one of our threads. While drawing an answer,
+# the application takes a quarter, and the terminal must draw it too; a busy process that shares its core with one of
+# our threads gets two thirds.
 SHARED = 0.6
 FIXED = "OMP_DYNAMIC"
 PRODUCTS, BLOCKS_OF_WEIGHTS = "kvchat.models.quantize.product_loops", "kvchat.models.quantize.block_loops"
@@ -64,28 +64,28 @@ class PackedRows(ABC):
     """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of matrices.
 
     Attributes:
-        data: the packed weights, a parameter of the Linear.
-        scales: the constants, which are not a parameter; their dimension ``of_rows`` counts the rows.
+        data: packed weights, a parameter of the Linear.
+        scales: constants, not a parameter; their dimension ``of_rows`` counts the rows.
         bias: ``[N]``, the Linear's.
     """
 
     of_rows: ClassVar[int] = 0
-    _cached: tuple[int, Arrays | None] = (0, None)  # arrays, and the address that they are for
+    _cached: tuple[int, Arrays | None] = (0, None)  # arrays, and the address they belong to
 
     def __init__(self, data: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         self.data, self.scales, self.bias = data, scales, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Replaces the Linear's own."""
+        """Replace the Linear's own forward."""
         return self.multiply(x, self.bias)
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+        """Multiply ``x [..., K]`` with the matrix and add ``bias [N]``: ``[..., N]``."""
 
     @property
     def arrays(self) -> Arrays | None:
-        """The matrix as ``product_loops`` takes it; None if no loop multiplies it."""
+        """The matrix as ``product_loops`` takes it; None if no loop can multiply it."""
         if self._cached[0] != self.data.data_ptr():  # loading moves the weights
             has_loops = self.data.device.type == "cpu" and product_loops()
             self._cached = self.data.data_ptr(), self._arrays() if has_loops else None
@@ -95,7 +95,7 @@ class PackedRows(ABC):
         return None
 
     def forget_arrays(self) -> None:
-        """Release the arrays, which keep the memory that the weights were in before they were moved."""
+        """Release the arrays, which keep the memory alive from which the weights were moved."""
         self._cached = 0, None
 
     def one_token(
@@ -107,10 +107,10 @@ class PackedRows(ABC):
         residual: Tensor | None = None,
         gate: int = 0,
     ) -> Tensor | None:
-        """One token's row ``x [..., K]`` through the matrix: ``[..., N]``; None if no loop multiplies this matrix.
+        """Multiply one token's row ``x [..., K]`` with the matrix: ``[..., N]``, or None if no loop can.
 
-        The row is first normalized by ``norm [K]``, if given; ``bias [N]`` and ``residual [..., N]`` are added. If
-        ``gate``, a number of ``GATES``, is not 0 the result is that gate of the first half times the second half,
+        The row is first normalized by ``norm [K]``, if given; ``bias [N]`` and ``residual [..., N]`` are added. With
+        ``gate``, a number of ``GATES``, the result is that gate of the first half times the second half,
         ``[..., N / 2]``.
         """
         if (arrays := self.arrays) is None:
@@ -125,17 +125,17 @@ class PackedRows(ABC):
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def matrix(self, index: int) -> Self:
-        """One matrix of a stack, as a view."""
+        """Return one matrix of a stack as a view."""
         return type(self)(self.data[index], self.scales[index])
 
     @property
     def mergeable(self) -> bool:
-        """True if another matrix' rows can be appended."""
+        """Whether another matrix's rows can be appended."""
         return True
 
     @classmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
-        """The rows of several Linears as one matrix; the Linears' own become views of it, so no memory is added."""
+        """Merge the rows of several Linears into one matrix; their own become views of it, so no memory is added."""
         parts: list[Self] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], cls.of_rows))
         views = torch.split(merged.scales, [part.scales.shape[cls.of_rows] for part in parts], cls.of_rows)
@@ -146,23 +146,23 @@ class PackedRows(ABC):
 
 
 Weight = Tensor | PackedRows
-SILU, GELU = 1, 2  # the numbers of gates, for loops
-GATES: tuple[Callable[[Tensor], Tensor], ...] = F.silu, partial(F.gelu, approximate="tanh")  # by their numbers
+SILU, GELU = 1, 2  # numbers of gates, for loops
+GATES: tuple[Callable[[Tensor], Tensor], ...] = F.silu, partial(F.gelu, approximate="tanh")  # by number
 NOTHING = np.empty(0, np.float32)
 
 
 def numbers(row: Tensor | None) -> Any:
-    """A contiguous row in float32 as a numpy array; an empty array for None."""
+    """Return a contiguous float32 row as a numpy array; an empty array for None."""
     return NOTHING if row is None else row.detach().float().view(-1).numpy()
 
 
 def product_loops() -> ModuleType | None:
-    """The loops that multiply packed weights with one token; None if numba does not run."""
+    """Return the loops that multiply packed weights with one token; None if numba does not work here."""
     return needed_loops(PRODUCTS)
 
 
 def block_loops() -> ModuleType | None:
-    """The loops that unpack and pack weights in blocks; None if numba does not run."""
+    """Return the loops that unpack and pack weights in blocks; None if numba does not work here."""
     return needed_loops(BLOCKS_OF_WEIGHTS)
 
 
@@ -176,12 +176,12 @@ def attach(linear: Any, rows: PackedRows) -> None:
 
 
 def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
-    """Runs of rows of ``matrix [N, K]`` with about ``elements`` elements each."""
+    """Split ``matrix [N, K]`` into runs of rows with about ``elements`` elements each."""
     return torch.split(matrix, max(1, elements // (BLOCK * matrix.shape[1])) * BLOCK)
 
 
 def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
-    """The packed rows of the Linears and of the stacks of experts in ``model``, with their names."""
+    """Yield the packed rows of the Linears and of the stacks of experts in ``model``, with names."""
     for name, module in model.named_modules():
         if ROWS in module.__dict__:
             yield name, module.__dict__[ROWS]
@@ -189,18 +189,18 @@ def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
 
 
 def body(model: Any) -> Iterator[nn.Linear]:
-    """The Linears of ``model`` except its head."""
+    """Return the Linears of ``model`` except its head."""
     head = model.get_output_embeddings()
     return (module for module in model.modules() if type(module) is nn.Linear and module is not head)
 
 
 def is_tied(model: Any) -> bool:
-    """True if the head of ``model`` shares the weights of its embeddings."""
+    """Return True if the head of ``model`` shares the weights of its embeddings."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def packs_head(quantize: str) -> bool:
-    """True if the head, and embeddings that share its weights, get 8 bits when the layers are in ``quantize``."""
+    """Return True if the head, and embeddings that share its weights, get 8 bits when the layers get ``quantize``."""
     return quantize in ("int8", "int4")
 
 
@@ -218,7 +218,7 @@ def merge(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameters as one tensor if they are adjacent in memory already (see ``reading``), else None."""
+    """Return the parameters as one tensor if they are already adjacent in memory (see ``reading``), else None."""
     first = parameters[0].data
     end = first.data_ptr()
     for parameter in parameters:
@@ -233,7 +233,7 @@ def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
+    """Multiply ``x [..., K]`` with ``weight [N, K]`` and add ``bias [N]``: ``[..., N]``."""
     if isinstance(weight, PackedRows):
         return weight.multiply(x, bias)
     if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
@@ -248,7 +248,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def widens(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if many rows are multiplied in float32: bfloat16 on a processor for which oneDNN has no product."""
+    """Return True if many rows are multiplied in float32: bfloat16 on a processor without a oneDNN product for it."""
     return dtype == torch.bfloat16 and device.type == "cpu" and not _has_bfloat16()
 
 
@@ -259,8 +259,8 @@ def _has_bfloat16() -> bool:
 
 @contextmanager
 def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Let torch multiply single rows of bfloat16 on a CPU with its own product, in the whole process."""
-    onednn: Any = torch.backends.mkldnn  # whose types hide that the property can be set
+    """Make torch multiply single bfloat16 rows on a CPU with its own product, in the whole process."""
+    onednn: Any = torch.backends.mkldnn  # its type stubs hide that the property can be set
     enabled = onednn.enabled
     onednn.enabled = enabled and not (dtype == torch.bfloat16 and device.type == "cpu")
     try:
@@ -270,13 +270,13 @@ def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def is_one_row(x: Tensor) -> bool:
-    """True if ``x [..., K]`` is one contiguous row, that of a single token."""
+    """Return True if ``x [..., K]`` is one contiguous row, of a single token."""
     return x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 @cache
 def in_blocks(processor: Path = PROCESSOR) -> bool:
-    """True if multiplying in blocks of rows is faster on this processor."""
+    """Return True if multiplying in blocks of rows is faster on this processor."""
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -287,14 +287,14 @@ def in_blocks(processor: Path = PROCESSOR) -> bool:
 
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     size = x.shape[-1]
-    # The row as every block's column; ``view(size, 1)`` would be ten times as slow.
+    # The row as a column of every block; ``view(size, 1)`` would be ten times slower.
     column = x.as_strided((blocks, size, 1), (0, 1, size))
     product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
 
 def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product of a few rows, as in verifying drafts, that reads each weight once; None without a loop for it."""
+    """Multiply a few rows, as for verifying drafts, reading each weight once; return None without a loop for it."""
     rows, size = x.numel() // x.shape[-1], x.shape[-1]
     if not 1 < rows <= FEW or weight.dtype != torch.float32 or weight.device.type != "cpu" or not in_blocks():
         return None
@@ -312,7 +312,7 @@ def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
 
 @cache
 def _blocks(rows: int) -> int:
-    """Number of blocks: a power of two, at least the threads and ``BLOCKS`` if it divides ``rows``, else less."""
+    """Return the number of blocks: a power of two, at least ``BLOCKS`` and the threads unless ``rows`` needs fewer."""
     blocks = BLOCKS
     while blocks < torch.get_num_threads():
         blocks *= 2
@@ -322,10 +322,10 @@ def _blocks(rows: int) -> int:
 
 
 class ThreadBudget:
-    """Inside this context torch uses as many threads as have a core of their own, outside as many as before.
+    """In this context torch uses one thread per core that is free for it, outside as many as before.
 
-    It does nothing if the device is not a CPU or ``OMP_DYNAMIC=false`` fixes the number. ``pause`` is in seconds: a
-    sample over a longer time is ignored, because it says nothing about the present.
+    It does nothing if the device is not a CPU or ``OMP_DYNAMIC=false`` fixes the number. A sample over more than
+    ``pause`` seconds is ignored, because it says little about the present.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A rank, which is one of the processes that share a model, and the sums over all ranks in a forward.
+"""A rank, one of the processes that share a model, and the sums over all ranks in a forward.
 
-A rank whose forward fails, for example because memory ran out, adds zeros to the remaining sums of that forward: the
-others wait for them deep in a library. Then each rank says whether it finished, and if one did not all undo the
-forward.
+If a rank's forward fails, for example because memory ran out, it adds zeros to the remaining sums of that forward,
+because the others are waiting for them deep in a library. Then each rank says whether it finished, and if one did not,
+all undo the forward.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# How long a rank waits for another, which may still be reading its weights from a cold disk. A rank that died is
-# noticed immediately.
+# How long a rank waits for another, which may still be reading its weights from a cold disk. A dead rank is noticed
+# immediately.
 PATIENCE = timedelta(minutes=10)
-PIECE = 2**20  # numbers summed at a time: all the memory that a failed rank needs for its zeros
+PIECE = 2**20  # numbers summed at a time, and so the memory that a failed rank needs for its zeros
 
 
 class OtherRankFailedError(Exception):
@@ -41,7 +41,7 @@ class Rank:
 
 
 class Sums:
-    """Sums over all ranks in a forward; for each of its tokens the sums have ``widths`` numbers, in this order.
+    """Sums over all ranks in a forward; per token they have ``widths`` numbers, in this order.
 
     ``spare [PIECE]``, on the model's device and in its dtype, holds the zeros that a failed rank adds.
     """
@@ -54,19 +54,19 @@ class Sums:
         self._failed = torch.zeros(1, dtype=torch.int32)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Replace the contiguous ``tensor`` by its sum over all ranks, which all must call this, and return it."""
+        """Replace the contiguous ``tensor`` by its sum over all ranks and return it; all ranks must call this."""
         pieces = torch.split(tensor.view(-1), PIECE)
-        self._done += 1  # from here on the sum is completed or the process ends
+        self._done += 1  # from here on the sum completes or the process ends
         for piece in pieces:
             _reduce(piece)
         return tensor
 
     @contextmanager
     def together(self, tokens: int) -> Iterator[None]:
-        """Run a forward of ``tokens`` tokens in the block, which all ranks finish or none.
+        """Run a forward of ``tokens`` tokens in the block, which either all ranks finish or none.
 
         Raises:
-            OtherRankFailedError: another rank did not finish; else whatever the block raises.
+            OtherRankFailedError: another rank did not finish. Otherwise whatever the block raises.
         """
         self._done = 0
         try:
@@ -78,10 +78,10 @@ class Sums:
             self._count_failed(1)
             raise
         if self._count_failed(0):
-            raise OtherRankFailedError("Another GPU's process could not do its part.")
+            raise OtherRankFailedError("The process of another GPU failed.")
 
     def _count_failed(self, own: int) -> int:
-        count = self._failed.numpy()  # in RAM: waits for no device
+        count = self._failed.numpy()  # in RAM, so that no device is waited for
         count[0] = own
         _reduce(self._failed)
         return int(count[0])
@@ -90,16 +90,16 @@ class Sums:
 def _reduce(tensor: Tensor) -> None:
     try:
         torch.distributed.all_reduce(tensor)
-    except Exception as error:  # noqa: BLE001  # the library's, or its transport's
-        sys.exit(f"kvchat: the ranks cannot go on together: {error}")  # unknown: which ranks have the sum
+    except Exception as error:  # noqa: BLE001  # an error of the library or its transport
+        sys.exit(f"kvchat: the processes cannot continue together: {error}")  # it is unknown which ranks have the sum
 
 
 def join(meeting: str, rank: Rank, device: torch.device) -> Rank:
-    """Meet the other ranks of a model at the file ``meeting``; returns when all have joined."""
+    """Meet the other ranks of a model through the file ``meeting``; return when all have joined."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens on the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens on the address of the host name
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=torch.distributed.FileStore(meeting, rank.count),

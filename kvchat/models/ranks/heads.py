@@ -1,14 +1,14 @@
-"""Cuts a model's weights for one rank: some heads and some units of the MLP of every layer.
+"""Cut a model's weights for one rank: some heads and some MLP units of every layer.
 
-transformers' plan for tensor parallelism names a model's Linears: of a ``colwise`` one each rank computes some outputs
-(queries, keys, values, gate and up); a ``rowwise`` one takes these as inputs and is summed over the ranks (attention's
-output, down). So a layer has two sums. In between each rank has its own heads, in the model's order, with their own
-K/V, host pool, slots and index, so a mode that chooses for each KV head chooses the same as in one process. Every rank
-has all norms, the embeddings and the head.
+transformers' plan for tensor parallelism classifies a model's Linears. Of a ``colwise`` one, each rank computes some
+outputs (queries, keys, values, gate and up). A ``rowwise`` one takes these as inputs and is summed over the ranks
+(attention's output, down). So a layer has two sums. In between, each rank has its own heads, in the model's order, with
+their own K/V, host pool, slots and index, so a mode that chooses for each KV head chooses the same as in one process.
+Every rank has all norms, the embeddings and the head.
 
-transformers itself would load such a model as DTensors, which kvchat's kernels and fusion do not take; these are plain
-Linears with fewer rows or columns. Files are mapped, so that a rank holds only its part. The plan is verified: the
-first layer is compared before and after the cut.
+transformers itself would load such a model as DTensors, which kvchat's kernels and fusion do not support; these are
+plain Linears with fewer rows or columns. Files are mapped, so that a rank holds only its part. The plan is verified by
+comparing the first layer before and after the cut.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvchat.models.split import decoder_layers, layer_bytes
 from kvchat.units import size as size_of
 
 COLUMNS, ROWS = "colwise", "rowwise"
-TOKENS = 5  # of the comparison
+TOKENS = 5  # for the comparison
 
 
 class SummedLinear(nn.Linear):
@@ -46,7 +46,7 @@ class SummedLinear(nn.Linear):
         self._sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., K / ranks]`` of this rank through the Linear: ``[..., N]``, the same on all ranks."""
+        """Multiply this rank's ``x [..., K / ranks]``: ``[..., N]``, the same on all ranks."""
         summed = self._sums.add(F.linear(x, self.weight))
         return summed if self.bias is None else summed + self.bias
 
@@ -109,13 +109,13 @@ def cut(model: Any, rank: Rank, name: str, device: torch.device) -> Sums:
 
 
 def elements(model: Any, ranks: int) -> int:
-    """Number of weights of the whole model that ``model`` is a part of; of cut biases only this part."""
+    """Return the number of weights of the whole model that ``model`` is a part of; of cut biases only this part."""
     own: int = sum(weight.numel() for weight in model.parameters())
     return own + (ranks - 1) * sum(linear.weight.numel() for _, linear, _ in _planned(model))
 
 
 def note(kv_heads: int, ranks: int) -> str:
-    """A sentence for the user about a model that was split."""
+    """Return a sentence for the user about a model that was split."""
     return (
         f"Its heads are split over {ranks} processes, {kv_heads} KV heads in each; figures of memory, K/V and coverage "
         "are those of one. K/V are neither saved nor parked: another conversation is processed again."
@@ -123,9 +123,9 @@ def note(kv_heads: int, ranks: int) -> str:
 
 
 def _planned(model: Any) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The modules that transformers' plan splits inside the decoder's layers: path, module, style.
+    """Yield the modules in the decoder's layers that transformers' plan splits: path, module, style.
 
-    The style is ``COLUMNS`` or ``ROWS`` for the Linears that ``cut`` knows; others are listed too, for ``check``.
+    The style is ``COLUMNS`` or ``ROWS`` for the Linears that ``cut`` can handle; others are listed too, for ``check``.
     """
     plan, (layers, _) = model.tp_plan or {}, decoder_layers(model)
     for path, module in model.named_modules():
@@ -135,7 +135,7 @@ def _planned(model: Any) -> Iterator[tuple[str, nn.Linear, str]]:
 
 
 def _first_layer(model: Any) -> Tensor:
-    """The hidden states ``[TOKENS, hidden]`` after the first layer and the last norm, in float32."""
+    """Return the hidden states ``[TOKENS, hidden]`` after the first layer and the last norm, in float32."""
     name, layers = decoder_layers(model)
     owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     ids = torch.arange(TOKENS)[None]
