@@ -1,4 +1,4 @@
-"""Finds, describes, loads and checks the models that kvchat runs."""
+"""Find, describe, load and check the models that kvchat runs."""
 
 from kvchat.libraries import prepare_transformers
 

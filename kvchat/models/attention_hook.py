@@ -1,14 +1,14 @@
-"""The hook into transformers: a registered attention function that hands K/V to an attention backend.
+"""Hook into transformers: a registered attention function that passes Q, K and V to an attention backend.
 
 A model loaded with ``attn_implementation="kvchat"`` projects and rotates as usual and then calls ``attention`` of this
-module, which calls the backend bound to the running forward. A context variable passes the backend, not a keyword
-argument of the model, because stablelm and nemotron drop keyword arguments they do not know. No mask function is
-registered, so no mask is built: the backend knows which token may attend to which.
+module, which calls the backend bound to the running forward. The backend is in a context variable, because stablelm and
+nemotron drop keyword arguments they do not know. No mask function is registered, so no mask is built: the backend knows
+which token may attend to which.
 
 ``DenseManager`` is the reference backend, for tests and for attention weights, never for answers. ``install`` estimates
 a layer's query for modes that choose one layer ahead. Hidden states change little from one layer to the next, so a
-layer that is given its predecessor's input computes nearly the same query (InfiniGen, arXiv 2406.19707): a hook before
-each decoder layer runs the next layer on the same input, up to its attention, and hands the query to the backend.
+layer that gets its predecessor's input computes nearly the same query (InfiniGen, arXiv 2406.19707). A hook before each
+decoder layer runs the next layer on the same input, up to its attention, and passes the query to the backend.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvchat.kv.attention import AttentionSpec, capped, causal_bias, softmax
 from kvchat.models.recurrent import RecurrentState
 
 NAME = "kvchat"
-# Keyword arguments that do not affect attention: positions are in the rotated keys already, the others steer what
-# happens outside attention. All others are refused, not ignored.
+# Keyword arguments that do not affect attention: positions are already in the rotated keys, and the others control what
+# happens outside attention. Unknown arguments are refused, not ignored.
 HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "logits_to_keep"})
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
 _layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
 _homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
 ANGLES = "position_embeddings"
-CLOSE = 0.9  # mean cosine of estimate and query: in SmolLM2 0.21 in layer 1, 0.66 in layer 2, at least 0.95 in others
-TOKENS = 32  # random ones, that the cosine is measured on
+CLOSE = 0.9  # mean cosine of estimate and query: in SmolLM2 0.21 in layer 1, 0.66 in layer 2, at least 0.95 elsewhere
+TOKENS = 32  # random tokens on which the cosine is measured
 
 
 class AttentionBackend(Protocol):
-    """Keeps the K/V of one conversation and attends to it; in answers this is kv's ``KVManager``."""
+    """Stores the K/V of one conversation and attends to it; for answers this is kv's ``KVManager``."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store the new tokens' ``key`` [H, n, d_k], rotated, and ``value`` [H, n, d_v], and attend.
@@ -63,13 +63,13 @@ class Shape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What the hook knows of an attention module.
+    """What the hook knows about an attention module.
 
     Attributes:
-        number: its index among the attending layers of its model.
-        spec: its attention rule.
-        padded_shape: the shape that all layers are padded to; None if all layers have the same shape.
-        home: the device of the K/V; None if the layer is on that device.
+        number: index among the attending layers of its model.
+        spec: attention rule.
+        padded_shape: shape that all layers are padded to; None if all layers have the same shape.
+        home: device of the K/V; None if the layer is on that device.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Layer(NamedTuple):
 
 
 def register() -> None:
-    """Register ``attn_implementation="kvchat"`` with transformers; may be called again."""
+    """Register ``attn_implementation="kvchat"`` with transformers; may be called more than once."""
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -87,7 +87,7 @@ def register() -> None:
 
 @contextmanager
 def bound(backend: AttentionBackend) -> Iterator[None]:
-    """Forwards inside this block store and attend with ``backend``; blocks nest, and each thread has its own."""
+    """Make forwards in this block store and attend with ``backend``; blocks nest, and each thread has its own."""
     token = _backend.set(backend)
     try:
         yield
@@ -96,15 +96,14 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
 
 
 def bound_backend() -> Any:
-    """The backend of the running forward; None outside a forward."""
+    """Return the backend of the running forward; None outside a forward."""
     return _backend.get(None)
 
 
 def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | None) -> None:
-    """Number the layers ``attending``, all of which have run, 0, 1, ... for backends, and pad them to ``padded_shape``.
+    """Number the ``attending`` layers, all of which have run, from 0 for backends, and pad them to ``padded_shape``.
 
-    Other layers have no K/V. Zeros fill smaller heads and change no score; if there are fewer KV heads they are
-    repeated.
+    Other layers have no K/V. Smaller heads are padded with zeros, which changes no score; fewer KV heads are repeated.
     """
     for module in model.modules():
         if module in _layers:
@@ -114,7 +113,7 @@ def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | Non
 
 
 def attend_on(home: torch.device, layer: nn.Module) -> None:
-    """Run the attention of a decoder ``layer`` that is on another device on ``home``, the device of the K/V."""
+    """Run the attention of a decoder ``layer`` on ``home``, the device of the K/V, although the layer is on another."""
     for module in layer.modules():
         _homes[module] = home
 
@@ -133,7 +132,7 @@ def forward(
 
     A hybrid model reads and changes ``state``; without it the model starts from an empty one. Returns the last token's
     logits [vocab] in float32, or [last, vocab] if ``last`` > 1. Without ``logits`` the head is not run and the result
-    is None. Positions are always passed as a tensor: without them transformers counts with a Python int, which a CUDA
+    is None. Positions are always passed as a tensor: otherwise transformers counts with a Python int, which a CUDA
     graph would freeze.
     """
     options = {"position_ids": positions[None], **(state.arguments if state else {"use_cache": False})}
@@ -149,7 +148,7 @@ def forward(
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
+    """Attend like transformers: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
 
     Returns [1, n, H_q, d_v], contiguous, and None for the weights.
 
@@ -178,7 +177,7 @@ def attention(
 
 
 def attend_token(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """``attention`` of one token: ``query [H_q, d_k]``, ``key [H, d_k]`` and ``value [H, d_v]`` -> ``[H_q, d_v]``."""
+    """Attend with one token's ``query [H_q, d_k]``, ``key [H, d_k]`` and ``value [H, d_v]``: ``[H_q, d_v]``."""
     layer, backend = _layers.get(module), bound_backend()
     if layer is None or layer.padded_shape or layer.home or not getattr(backend, "decodes", False):
         query, key, value = (heads[None, :, None] for heads in (query, key, value))
@@ -188,7 +187,7 @@ def attend_token(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def _moved_heads(query: Tensor, key: Tensor, value: Tensor, home: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The three on another device, by one copy if their sizes allow it: for one token each copy costs its latency."""
+    """Move all three to another device, in one copy if their sizes allow it: for one token latency dominates."""
     if not query.shape[1:] == key.shape[1:] == value.shape[1:]:
         return query.to(home), key.to(home), value.to(home)
     together = torch.cat((query, key, value)).to(home)
@@ -203,7 +202,7 @@ def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -
 
 
 def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
-    """Note the number and the attention rule of a layer at its first call; later calls pass the same."""
+    """Record the number and the attention rule of a layer at its first call; later calls pass the same."""
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
         raise _refusal(module, "does not say which layer it belongs to, so the K/V of layers cannot be told apart")
@@ -237,7 +236,7 @@ def _refusal(module: nn.Module, reason: str) -> ModelError:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Causal attention of the newest tokens: the result ``[H_q, n, d_v]`` in the query's dtype, and the weights.
+    """Compute causal attention of the newest tokens; return ``[H_q, n, d_v]`` in the query's dtype, and the weights.
 
     ``value`` is ``[H, total, d_v]``; ``query``, ``key`` and ``spec`` as for ``weights``.
     """
@@ -246,7 +245,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tu
 
 
 def weights(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention weights ``[H_q, n, total]`` in float32.
+    """Return attention weights ``[H_q, n, total]`` in float32.
 
     ``query [H_q, n, d_k]`` belongs to the last n of the ``total`` tokens of ``key [H, total, d_k]``. With learned sinks
     a row sums to less than 1.
@@ -264,10 +263,10 @@ class DenseManager:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """``query [H_q, n, d_k]`` against everything stored and the new ``key``, ``value [H, n, d]``.
+        """Attend with ``query [H_q, n, d_k]`` to everything stored and the new ``key``, ``value [H, n, d]``.
 
         Raises:
-            TypeError: keys and values have different dtypes; kvchat stores K/V in one.
+            TypeError: keys and values have different dtypes; kvchat stores both in one.
         """
         if key.dtype != value.dtype:
             raise TypeError(f"keys are {key.dtype}, values {value.dtype}")
@@ -282,7 +281,7 @@ def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
     return x.float().repeat_interleave(len(query) // len(x), 0)
 
 
-class _QueryFound(Exception):  # no error: it ends a forward as soon as the query is computed
+class _QueryFound(Exception):  # not an error: ends a forward as soon as the query is computed
     def __init__(self, query: Tensor) -> None:
         self.query = query
 
@@ -295,7 +294,7 @@ class _QueryOnly:
 
 
 def wants_query_only() -> bool:
-    """True if the running layer only estimates its query: nobody reads its key and value."""
+    """Return True if the running layer only estimates its query, so that its key and value are not needed."""
     return isinstance(bound_backend(), _QueryOnly)
 
 
@@ -320,11 +319,11 @@ class _Trial(DenseManager):
 
 
 def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
-    """Let ``model``, loaded and on its device, estimate queries; return the attention layers that have estimates.
+    """Make ``model``, which is on its device, estimate queries; return the attention layers that have estimates.
 
     A layer has none if its estimate is far from its query (as in the first layers), if its positions are rotated
-    otherwise than its predecessor's, or if it needs inputs that its predecessor lacks. The ``known`` layers of an
-    earlier call are taken without a trial.
+    differently from its predecessor's, or if it needs inputs that its predecessor lacks. Layers ``known`` from an
+    earlier call are not tried again.
     """
     pairs = _neighbors(model)
     if known is not None:
@@ -350,7 +349,7 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
         ids, positions = drawn[None].to(model.device), torch.arange(TOKENS, device=model.device)[None]
         with torch.inference_mode(), bound(trial):
             model(ids, position_ids=positions, use_cache=False)
-    except Exception:  # noqa: BLE001  # whatever a layer raises when it runs early: then none does
+    except Exception:  # noqa: BLE001  # a layer may raise anything when run early; then no layer is
         trial.close.clear()
     for watch in watches:
         watch.remove()
@@ -361,7 +360,7 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
 
 
 def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
-    """Pairs of consecutive decoder layers, with the number of the attention layer in the second."""
+    """Return pairs of consecutive decoder layers, with the number of the attention layer in the second."""
     numbers = {module: _layers[module].number for module in model.modules() if module in _layers}
     found = []
     for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):

@@ -1,6 +1,6 @@
-"""Lists the models on this machine, and says by the headers of their files whether their weights fit.
+"""List the models on this machine and tell from their files' headers whether the weights fit.
 
-They are the bundled model, folders, GGUF files, the cache of the Hugging Face hub, and the models of Ollama, LM Studio
+Covers the bundled model, folders, GGUF files, the cache of the Hugging Face hub, and the models of Ollama, LM Studio
 and llama.cpp. Sizes are the same as in ``kvchat plan``; computing them needs no torch.
 """
 
@@ -30,23 +30,23 @@ MAX_MESSAGE = 200  # characters of an unexpected error
 MAX_DEPTH = 3  # the folder itself, its publishers, their models
 MAX_FOLDERS = 2000
 HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+)?")
-ENCODER = "mmproj"  # begins the name of a GGUF file with the vision encoder of a multimodal model
-BFLOAT16_FROM = 2**24  # bytes in float32 of the smallest matrix that is faster in bfloat16
-OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that cannot be multiplied in another
-OLLAMA = "ollama:"  # begins the names of Ollama's models
+ENCODER = "mmproj"  # start of the file name of a multimodal model's vision encoder
+BFLOAT16_FROM = 2**24  # float32 bytes of the smallest matrix that is faster in bfloat16
+OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that cannot be multiplied in another dtype
+OLLAMA = "ollama:"  # prefix of the names of Ollama's models
 MODEL_LAYER = "application/vnd.ollama.image.model"
 DEFAULT_HOST, DEFAULT_OWNER = "registry.ollama.ai", "library"  # omitted in names
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model on this machine or of a server.
+    """A model on this machine or on a server.
 
     Attributes:
-        name: what ``-m`` takes.
-        kind: bundled, folder, GGUF, hub or Ollama; the program of a server.
+        name: value for ``-m``.
+        kind: bundled, folder, GGUF, hub or Ollama; for a server's model the server program.
         weights: None for a model with a ``problem`` and for a server's.
-        served: what the server says of its model.
+        served: what the server says about its model.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FoundModel:
 
 
 def short_name(model: str) -> str:
-    """A model's name (``Qwen3-4B``) without the path, repository owner or cache folder before it."""
+    """Return a model's name (``Qwen3-4B``) without path, repository owner or cache folder."""
     cached = re.search(r"(?:^|/)models--([^/]+)", model)
     name = cached[1].rpartition("--")[2] if cached else model.rstrip("/").rpartition("/")[2]
     if not name.lower().endswith(GGUF):
@@ -67,7 +67,7 @@ def short_name(model: str) -> str:
 
 
 def find(folders: Iterable[Path]) -> list[FoundModel]:
-    """The bundled model, installed models with short names, those in ``folders``, the hub's and other programs'.
+    """List the bundled model, installed models with short names, those in ``folders``, the hub's and other programs'.
 
     A model that cannot be read has a ``problem``.
     """
@@ -80,7 +80,7 @@ def find(folders: Iterable[Path]) -> list[FoundModel]:
 
 
 def in_folder(folder: Path) -> Iterator[FoundModel]:
-    """The models in a folder and in those below it; none if it cannot be read."""
+    """Yield the models in a folder and its subfolders; none if it cannot be read."""
     top = Path(os.path.expanduser(folder))
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
@@ -95,7 +95,7 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
 
 
 def in_hub_cache() -> Iterator[FoundModel]:
-    """The models in the cache of the Hugging Face hub's library, whose environment variables name the folder."""
+    """Yield the models in the Hugging Face hub's cache, whose location its library's environment variables set."""
     from huggingface_hub import constants, scan_cache_dir
 
     try:
@@ -114,7 +114,7 @@ def in_hub_cache() -> Iterator[FoundModel]:
 
 
 def at(path: Path) -> FoundModel | None:
-    """The model in the folder or GGUF file that the user typed, named as typed; None if there is none."""
+    """Return the model in the folder or GGUF file that the user typed, named as typed; None if there is none."""
     here = ollama_file(str(path)) if str(path).startswith(OLLAMA) else None
     here = here or Path(os.path.expanduser(path))
     try:
@@ -126,12 +126,12 @@ def at(path: Path) -> FoundModel | None:
 
 
 def is_here(name: str) -> bool:
-    """True if the model ``name`` needs no download; a path needs none, even if nothing is there."""
+    """Return True if the model ``name`` needs no download; a path never does, even if nothing is there."""
     return not is_hub_name(name) or any(model.name == name and not model.problem for model in in_hub_cache())
 
 
 def is_hub_name(name: str) -> bool:
-    """True if ``name`` names a repository on the hub, or a GGUF file of one by its name or quantization."""
+    """Return True if ``name`` is a repository on the hub, or a GGUF file of one as REPOSITORY:FILE or :Q4_K_M."""
     return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 
@@ -140,7 +140,7 @@ def _is_model(file: str) -> bool:
 
 
 def _with_problem(read: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:
-    """Let ``read`` return a model with a ``problem`` in place of raising, so that the others are still listed."""
+    """Make ``read`` return a model with a ``problem`` instead of raising, so that other models are still listed."""
 
     def read_safely(name: str, kind: str, path: Path) -> FoundModel:
         try:
@@ -166,7 +166,7 @@ def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory in bytes of the device that the settings name, and the GPU's compute capability."""
+    """Free bytes on the device that the settings name, and the GPU's compute capability."""
 
     device: Literal["cpu", "cuda"]
     free: int
@@ -179,14 +179,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of the weights once loaded. ``quantize`` is the least that makes them fit; None if nothing does."""
+    """Bytes of the loaded weights. ``quantize`` is the mildest quantization that makes them fit; None if none does."""
 
     needed: int
     quantize: str | None
 
 
 def room(device: str, released: int = 0) -> Room:
-    """Bytes free on ``device`` (as in the settings); ``released`` bytes of the model in use count as free."""
+    """Return the free bytes on ``device`` (as in the settings), including ``released`` bytes of the model in use."""
     gpu = profiles.read_gpu(device)
     if gpu and gpu.memory is not None and gpu.memory_used is not None:
         return Room("cuda", gpu.memory - gpu.memory_used + released, gpu.compute_capability)
@@ -194,7 +194,7 @@ def room(device: str, released: int = 0) -> Room:
 
 
 def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
-    """The fit of the weights, loaded in ``dtype`` (as in the settings); None if their headers could not be read."""
+    """Return how the weights fit in ``dtype`` (as in the settings); None if their headers could not be read."""
     if found.weights is None:
         return None
     usable, by_choice = available.usable(there.free), needs(found.weights, dtype, there)
@@ -208,12 +208,12 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
 
 
 def needs(found: Weights, dtype: str, there: Room) -> dict[str, int]:
-    """Bytes of the weights once loaded in ``dtype`` (as in the settings), by quantization."""
+    """Return the bytes of the weights if loaded in ``dtype`` (as in the settings), by quantization."""
     return found.by_quantization(dtype_of(found, dtype, there), there.place)
 
 
 def dtype_of(found: Weights, dtype: str, there: Room) -> str:
-    """The dtype of the arithmetic for the setting ``dtype``; on a CPU the choice of ``description``."""
+    """Return the dtype to compute in for the setting ``dtype``; on a CPU the choice of ``description``."""
     own = found.dtype if found.dtype in ITEM_BYTES else "bfloat16"
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype
@@ -222,7 +222,7 @@ def dtype_of(found: Weights, dtype: str, there: Room) -> str:
 
 
 def folders_of_others() -> list[Path]:
-    """The existing folders in which people and other programs usually keep models."""
+    """Return the existing folders in which people and other programs usually store models."""
     cache = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
     llama = os.environ.get("LLAMA_CACHE") or f"{cache}/llama.cpp"
     usual = ["~/models", "~/.lmstudio/models", "~/.cache/lm-studio/models", llama]
@@ -230,7 +230,7 @@ def folders_of_others() -> list[Path]:
 
 
 def ollama() -> Iterator[tuple[str, Path]]:
-    """Ollama's models: each name, with ``OLLAMA`` before it, and its GGUF file, which has no suffix."""
+    """Yield Ollama's models: the name with the prefix ``OLLAMA``, and the GGUF file, which has no suffix."""
     given = os.environ.get("OLLAMA_MODELS")
     for name in [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]:
         folder = Path(os.path.expanduser(name))
@@ -241,7 +241,7 @@ def ollama() -> Iterator[tuple[str, Path]]:
 
 
 def ollama_file(name: str) -> Path | None:
-    """The file of Ollama's model ``name``, in which ``:latest`` may be omitted; None if there is none."""
+    """Return the file of Ollama's model ``name`` (``:latest`` may be omitted); None if there is none."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
     return next((file for found, file in ollama() if found == wanted), None)
 
@@ -255,7 +255,7 @@ def _name(place: Path) -> str:
 
 
 def _blob(folder: Path, manifest: Path) -> Path:
-    """The file of weights that a manifest names.
+    """Return the weights file that a manifest names.
 
     Raises:
         OSError: one of the two cannot be read.

@@ -1,10 +1,10 @@
-"""Locates the files of a model, downloads them from the hub, checks that they are complete and reads their sampling.
+"""Locate the files of a model, download them from the hub, check that they are complete and read their sampling.
 
-"bundled" is the model that ships with kvchat; a path names an existing folder or GGUF file; a name of ``NAMED`` is a
-file in kvchat's cache or in an installed package; anything else is a repository on the Hugging Face hub, or
-REPOSITORY:FILE for one GGUF file of it, or REPOSITORY:Q4_K_M for the one in that quantization. The files are checked
-before the first weight is read, and only the hub needs the network. If one field of the advised sampling is out of
-range all of it is ignored.
+"bundled" is the model that ships with kvchat. A path names an existing folder or GGUF file. A name in ``NAMED`` is a
+file in kvchat's cache or in an installed package. Anything else is a repository on the Hugging Face hub, or
+REPOSITORY:FILE for a GGUF file in one, or REPOSITORY:Q4_K_M for the file in that quantization. The files are checked
+before any weight is read, and only the hub needs the network. If one field of the recommended sampling is out of range,
+all of it is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_AND_MOST = {
     "min_p": (0.0, 0.99),
     "repetition_penalty": (0.01, 100.0),
 }
-# Fields that kvchat does not apply although they would change answers; 0 and 1 have no effect.
+# Fields that would change answers but that kvchat does not apply; 0 and 1 have no effect.
 UNKNOWN = (
     *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_repetition_penalty"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams", "penalty_alpha"),
@@ -54,7 +54,7 @@ OF_GGUF = {
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A folder with a model's config.json or its file ``gguf``; the weights may still be on the hub."""
+    """A folder with a model's config.json, or its file ``gguf``; the weights may still be on the hub."""
 
     name: str
     folder: Path
@@ -64,7 +64,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with all files of a model; ``revision`` changes with them."""
+    """A folder with all files of a model; ``revision`` changes whenever they do."""
 
     name: str
     folder: Path
@@ -84,7 +84,7 @@ def locate(name: str, progress: Progress) -> ModelLocation:
         raise ModelError(f"{name} is a server.", "This needs a model on this machine.", "Ask it with `kvchat ask -m`.")
     try:
         location = _locate(name, progress)
-    except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
+    except (OSError, ValueError) as error:  # a name too long, a symlink loop, a null character
         raise ModelError(f'"{name[:80]}" cannot be opened.', f"{files.reason(error)}.", "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
         why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is not a file."
@@ -97,12 +97,12 @@ def locate(name: str, progress: Progress) -> ModelLocation:
 
 
 def _where(location: ModelLocation) -> str:
-    """The folder's path or the repository's name, for messages."""
+    """Return the folder's path or the repository's name, for messages."""
     return location.name if location.on_hub else str(location.folder)
 
 
 def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
-    """Download the missing files of a located model and check all of them by their headers.
+    """Download the missing files of a located model and check the headers of all of them.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -125,7 +125,7 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
 
 
 def read_headers(location: ModelLocation) -> list[StoredTensor]:
-    """The tensors of a safetensors model by its headers, fetched from the hub if its weights are not downloaded.
+    """Read a safetensors model's tensors from its headers, which come from the hub if the weights are not downloaded.
 
     Raises:
         ModelError: a file is missing or damaged, or the hub cannot be reached.
@@ -197,7 +197,7 @@ def _of_ollama(name: str) -> ModelLocation:
 
 
 def _only_gguf(folder: Path) -> str:
-    """The name of a folder's GGUF file if it is the only one and there is no config.json, else empty."""
+    """Return the name of a folder's GGUF file if it is the only one and there is no config.json, else ""."""
     files = gguf_file.models_in(folder)
     return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
 
@@ -211,7 +211,7 @@ def _complete_gguf(location: ModelLocation) -> Checkpoint:
 
 
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
-    """A digest of config.json and of each weight file's size and end, where two trainings differ."""
+    """Return a digest of config.json and of each weight file's size and end, which another training run changes."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
     for file in weights:
@@ -223,7 +223,7 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
 
 
 def sampling(generation_config: Any) -> Sampling:
-    """The sampling that ``generation_config`` advises; kvchat's own if it advises none or a field is out of range."""
+    """Return the sampling that ``generation_config`` recommends; kvchat's own without one or if a field is invalid."""
     named = _values_named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}
@@ -232,7 +232,7 @@ def sampling(generation_config: Any) -> Sampling:
 
 
 def note(generation_config: Any) -> str:
-    """A sentence about advice other than a temperature, or why it is ignored; "" if there is none."""
+    """Describe recommended sampling beyond a temperature, or why it is ignored; return "" if there is none."""
     named = _values_named(generation_config)
     if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
         return f"The sampling of its generation config is ignored: {', '.join(wrong)} is out of range."
@@ -248,11 +248,11 @@ def note(generation_config: Any) -> str:
 
 
 def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
-    """Write the sampling that a GGUF file's metadata advise into ``generation_config``."""
+    """Write the sampling that a GGUF file's metadata recommend into ``generation_config``."""
     for key, name in OF_GGUF.items():
         if type(values.get(key)) in (int, float):
             setattr(generation_config, name, values[key])
-    if generation_config.temperature == 0:  # llama.cpp's way to say so
+    if generation_config.temperature == 0:  # llama.cpp's notation for it
         generation_config.do_sample = False
 
 
@@ -263,7 +263,7 @@ def _values_named(generation_config: Any) -> dict[str, Any]:
 
 
 def _is_greedy(generation_config: Any) -> bool:
-    """True if the likeliest token is always chosen; transformers then applies only the repetition penalty."""
+    """Return True if the most likely token is always chosen; transformers then applies only the repetition penalty."""
     return getattr(generation_config, "do_sample", None) is False
 
 

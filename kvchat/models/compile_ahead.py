@@ -1,8 +1,8 @@
-"""Compiles the loops once per machine, in other processes, while models load and answer without them.
+"""Compile the loops once per machine, in other processes, while models already load and answer without them.
 
-numba alone would compile one loop after the other on one core, all of them in half a minute to two. Here several
-processes of the lowest priority share them and leave them in numba's cache, next to the source files or in the user's
-cache folder. As soon as a module of loops is compiled it is imported, and the next step uses it in place of torch. Only
+numba alone would compile one loop after another on one core, which takes half a minute to two minutes. Here several
+low-priority processes share the work and leave the results in numba's cache, next to the source files or in the user's
+cache folder. As soon as a module of loops is compiled it is imported, and the next step uses it instead of torch. Only
 loops for packed weights, which torch cannot replace, are waited for.
 """
 
@@ -32,9 +32,9 @@ from kvchat.models.quantize import kept
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS
 
 OF_PACKED = PRODUCTS, BLOCKS_OF_WEIGHTS  # needed to load packed weights
-# In the order of compiling: first those that every answer uses, then those that take longest.
+# In the order of compiling: first those that every answer uses, then the slowest to compile.
 MODULES = (cpu_ops.PAGES, cpu_ops.TOKENS, cpu_ops.IN_A_ROW, cpu_ops.ROWS, cpu_ops.FREEZE, cpu_ops.EIGHT_BIT, *OF_PACKED)
-MOST = 4  # processes: each imports torch and takes some 300 MB
+MOST = 4  # processes; each imports torch and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority
 IN_BFLOAT16 = "bfloat16"
@@ -42,9 +42,9 @@ NOTE = "Answers get faster in about a minute: code is compiled once per machine.
 
 
 def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
-    """Begin to compile all loops for K/V of ``dtype``, the modules ``first`` before others, unless that was done.
+    """Start compiling all loops for K/V of ``dtype``, the modules ``first`` before others, unless that is already done.
 
-    If compiling fails torch stays in use. If no cache folder can be written, each loop is compiled at its first use.
+    If compiling fails, torch stays in use. If no cache folder is writable, each loop is compiled on first use.
     """
     global _current
     if _current and _current.dtype == dtype and not _current.ended.is_set():
@@ -54,22 +54,22 @@ def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
     if not stamp or any((folder / stamp).exists() for folder in folders):
         return
     folder = next(filter(_can_be_written, folders), None)
-    # Imported by this thread, whose number of threads numba would change.
+    # Import in this thread, because numba changes the importing thread's number of threads.
     if folder is None or cpu_ops.imported(cpu_ops.BASE) is None:
         return
     if _current:
         _current.stop()
-    stamps = {folder / f"kvchat-{_key(each)}" for each in (dtype, torch.float32)}  # loops for bfloat16 are for both
+    stamps = {folder / f"kvchat-{_key(each)}" for each in (dtype, torch.float32)}  # compiling for bfloat16 covers both
     _current = Compiling(dtype, sorted(MODULES, key=lambda name: name not in first), first, stamps)
 
 
 def wait(progress: Progress, names: Collection[str]) -> None:
-    """Wait for those of the modules ``names`` that are being compiled; ``progress`` gets the seconds so far."""
+    """Wait for those of the modules ``names`` that are being compiled; report the seconds so far to ``progress``."""
     _wait(progress, filter(None, map(cpu_ops.awaited.get, names)))
 
 
 def finish(progress: Progress) -> None:
-    """Wait for all modules that are being compiled, and for packed weights that are being written."""
+    """Wait for all modules that are being compiled, and for packed weights that are being saved."""
     _wait(progress, [_current.ended] if _current else [])
     kept.finish(progress)
 
@@ -87,9 +87,9 @@ def is_running() -> bool:
 
 
 class Compiling:
-    """Processes that compile the modules ``names`` for K/V of ``dtype``, those ``needed`` at full priority.
+    """Processes that compile the modules ``names`` for K/V of ``dtype``, those in ``needed`` at normal priority.
 
-    ``ended`` is set when the last process ends; the files ``stamps`` are created if all modules were compiled.
+    ``ended`` is set when the last process ends. If all modules were compiled, the files ``stamps`` are created.
     """
 
     def __init__(self, dtype: torch.dtype, names: Collection[str], needed: Collection[str], stamps: set[Path]) -> None:
@@ -104,11 +104,11 @@ class Compiling:
             threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
-        """Compile no further modules; those being compiled are finished."""
+        """Compile no further modules; those in progress are finished."""
         self._left.clear()
 
     def _run(self) -> None:
-        """Let one process compile the modules that are left, and wait for it."""
+        """Have one process compile the remaining modules, and wait for it."""
         try:
             with _start(self.dtype) as child:
                 assert child.stdin
@@ -121,23 +121,23 @@ class Compiling:
                         child.stdin.write(f"{name}\n".encode())
                         child.stdin.flush()
                         if not child.stdout.readline():
-                            return  # compiling failed, or somebody killed the process
+                            return  # compiling failed, or the process was killed
                         self._import(name)
                     finally:
                         self._awaited[name].set()
-        except (OSError, IndexError):  # no memory for a process, or it died; another thread took the last module
+        except (OSError, IndexError):  # no memory for a process, it died, or another thread took the last module
             pass
         finally:
             self._end()
 
     def _import(self, name: str) -> None:
-        """Import a compiled module from the cache, before it is used."""
+        """Import a compiled module from the cache before it is used."""
         if cpu_ops.imported(name) and self.dtype == torch.bfloat16:
             from kvchat.kv.ops.numba.loops import compile_for_bfloat16
 
             compile_for_bfloat16(name)
         self._imported.add(name)
-        if cpu_ops.awaited.get(name) is self._awaited[name]:  # else it is being compiled for another dtype by now
+        if cpu_ops.awaited.get(name) is self._awaited[name]:  # else it is now being compiled for another dtype
             del cpu_ops.awaited[name]
 
     def _end(self) -> None:
@@ -148,7 +148,7 @@ class Compiling:
         for event in self._awaited.values():
             event.set()
         if self._imported == self._awaited.keys():
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # the disk is full
                 for stamp in self._stamps:
                     stamp.touch()
         self.ended.set()
@@ -171,7 +171,7 @@ def _start(dtype: torch.dtype) -> subprocess.Popen[bytes]:
 
 
 def _key(dtype: torch.dtype) -> str:
-    """A digest of all that numba's cache depends on."""
+    """Return a digest of everything that numba's cache depends on."""
     sources = [Path(util.find_spec(name).origin) for name in MODULES]  # type: ignore[union-attr, arg-type]
     stamps = [(str(file), file.stat().st_mtime_ns) for file in sources]
     machine = platform.node(), platform.machine(), torch.backends.cpu.get_cpu_capability(), sys.version
@@ -180,16 +180,16 @@ def _key(dtype: torch.dtype) -> str:
 
 
 def _folders() -> list[Path]:
-    """The folders that numba may cache in: the user's choice, or the first of two that can be written."""
+    """Return the folders that numba may cache in: the user's choice, or the first writable one of two."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(chosen)]
     return [paths.PACKAGE / "kv" / "ops" / "numba" / "__pycache__", user_cache_path("numba", appauthor=False)]
 
 
 def main(dtype: str) -> None:
-    """Compile the modules of loops that stdin names, one a line, and name each on stdout when it is done.
+    """Compile the modules of loops that stdin names, one per line, and print each name when it is done.
 
-    The process ends when its parent does.
+    The process ends with its parent.
     """
     process.die_with_parent()
     commands, done = process.claim_stdio()
@@ -198,7 +198,7 @@ def main(dtype: str) -> None:
     def read() -> None:
         for line in commands:
             named.put(line.decode().strip())
-        os._exit(0)  # even while compiling: the parent died, or has nothing left to compile
+        os._exit(0)  # even while compiling: the parent died, or nothing is left to compile
 
     threading.Thread(target=read, daemon=True).start()
     from kvchat.kv.ops.numba.loops import compile_for_bfloat16

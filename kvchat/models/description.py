@@ -1,7 +1,7 @@
-"""Describes a model before its weights are read: its location, configuration, device, dtype and quantization.
+"""Describe a model before its weights are read: location, configuration, device, dtype and quantization.
 
-On a CPU the dtype "auto" is the faster one for a token's largest product. Decoding there takes the time of reading the
-weights, which bfloat16 halves if they come from memory. A small model would gain little and stays in float32.
+On a CPU, dtype "auto" is the faster one for a token's largest product. Decoding takes as long as reading the weights,
+and bfloat16 halves that if they come from memory. A small model would gain little and stays in float32.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ LOUD = (
     "torchao",
     "torch.utils._pytree",
 )  # packages that log missing kernels and deprecations
-BFLOAT16_CAPABILITY = (8, 0)  # Turing and older GPUs compute in float16, and emulate bfloat16 slowly
-OVERFLOWING = "gemma3"  # begins the types of models that overflow float16, as their makers say
+BFLOAT16_CAPABILITY = (8, 0)  # Turing and older GPUs compute in float16 and emulate bfloat16 slowly
+OVERFLOWING = "gemma3"  # prefix of the types of models that overflow float16 according to their makers
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
-# A matrix smaller than BFLOAT16_FROM may lie in a cache (bfloat16 on an AMD EPYC with AVX-512 BF16: 2 MB as
-# fast, 17 MB 1.8 times, 67 MB 1.9 times, 180 MB 2.2 times as fast).
+# A matrix below BFLOAT16_FROM may fit a cache and gain nothing; 17 MB are 1.8 times as fast (AMD EPYC, AVX-512 BF16).
 ROUNDS = 5
-# bfloat16 must be clearly faster, so that the choice is stable: a saved conversation whose K/V are in the other dtype
-# has to be processed again.
+# bfloat16 must be clearly faster, so that the choice is stable: a saved conversation with K/V in the other dtype must
+# be processed again.
 CLEARLY = 0.85
 
 
@@ -56,8 +55,8 @@ CLEARLY = 0.85
 class ModelDescription:
     """A model that kvchat can run, with transformers' class for its text, its device and its dtype.
 
-    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with. ``others`` are GPUs
-    besides the device that may hold layers.
+    ``config`` belongs to the whole checkpoint; ``text_config`` is the one to build the class with. ``others`` are
+    further GPUs that may hold layers.
     """
 
     location: ModelLocation
@@ -83,10 +82,10 @@ class ModelDescription:
         return ggufs.weights(self.gguf, self.shapes)
 
     def check_tensors(self) -> None:
-        """Compare the names of a GGUF file's tensors with those of the model, in 0.05 s.
+        """Compare the names of a GGUF file's tensors with the model's, in 0.05 s.
 
         Raises:
-            ModelError: the model lacks some, or has no place for some.
+            ModelError: the file lacks some, or the model has no place for some.
         """
         if self.location.gguf:
             found = ggufs.loading_info(self.gguf_weights, self.shapes)
@@ -94,7 +93,7 @@ class ModelDescription:
 
     @cached_property
     def stored(self) -> list[StoredTensor]:
-        """The tensors in safetensors files, by headers from the hub if the weights are not downloaded."""
+        """The tensors in safetensors files, from headers on the hub if the weights are not downloaded."""
         return read_headers(self.location)
 
     @cached_property
@@ -122,11 +121,11 @@ class ModelDescription:
         return Place("cuda", torch.cuda.get_device_capability(self.weakest))
 
     def loaded_bytes(self, quantize: str) -> int:
-        """Bytes of the weights once they are loaded."""
+        """Return the bytes of the loaded weights."""
         return self.weights.loaded_bytes(quantize, self.dtype_name, self.place)
 
     def by_quantization(self) -> dict[str, int]:
-        """Bytes of the weights by quantization; a checkpoint whose weights stay packed has only its own.
+        """Return the bytes of the loaded weights by quantization; a checkpoint that stays packed has only its own.
 
         Raises:
             ModelError: a file is missing or damaged.
@@ -134,7 +133,7 @@ class ModelDescription:
         return self.weights.by_quantization(self.dtype_name, self.place)
 
     def activations(self, tokens: int) -> int:
-        """Bytes of the outputs of one layer's Linears for this number of tokens."""
+        """Return the bytes of the outputs of one layer's Linears for this number of tokens."""
         layers: int = self.shapes.config.get_text_config(decoder=True).num_hidden_layers
         modules = self.shapes.get_decoder().modules()
         widths = sum(module.out_features for module in modules if type(module) is nn.Linear) // layers
@@ -142,11 +141,11 @@ class ModelDescription:
 
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """The model on torch's meta device, where tensors have shapes and no memory."""
+    """Build the model on torch's meta device, where tensors have shapes but no memory."""
     attention_hook.register()
-    own = deepcopy(config)  # transformers writes the experts' implementation into it, and reads that on loading
+    own = deepcopy(config)  # transformers writes the experts' implementation into it and reads that on loading
     with torch.device("meta"), support.WithoutMemory():
-        # The only one of transformers' implementations of experts that reads no tensor's values.
+        # The only one of transformers' implementations of experts that reads no tensor values.
         return (
             model_class._from_config(
                 own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
@@ -157,7 +156,7 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:
-    """Locate the model ``name`` and read its configuration; weights on the hub are not downloaded.
+    """Locate the model ``name`` and read its configuration, without downloading weights.
 
     Raises:
         ModelError: it cannot be found or read, or kvchat cannot run it.
@@ -178,7 +177,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' logs and progress bars in this block: the screen belongs to the application."""
+    """Silence transformers' logs and progress bars in this block, because the application draws the screen."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -206,15 +205,15 @@ def _read_config(location: ModelLocation) -> Any:
 
     if location.gguf:
         return ggufs.of_file(location.folder / location.gguf, location.name)
-    read_json(location.folder / "config.json")  # has a better message for a damaged file
+    read_json(location.folder / "config.json")  # gives a better message if the file is damaged
     with support.explained(location.name, "its config.json"):
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
 
 
 def _read_attn_factor(config: Any) -> None:
-    """Give transformers the factor of YaRN's attention that it ignores: its makers, vLLM and llama.cpp multiply by it.
+    """Pass on YaRN's ``attn_factor``, which transformers ignores but the model's makers, vLLM and llama.cpp apply.
 
-    DeepSeek-R1-0528-Qwen3-8B has 0.878, and 1 in all. It is in config.json and in GGUF files.
+    For DeepSeek-R1-0528-Qwen3-8B it is 0.878, which makes the attention scale 1. config.json and GGUF files have it.
     """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and (factor := rope.pop("attn_factor", None)):
@@ -222,7 +221,7 @@ def _read_attn_factor(config: Any) -> None:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a setting; "auto" is CUDA if there is a GPU.
+    """Return the torch device for a setting; "auto" is CUDA if there is a GPU.
 
     Raises:
         UsageError: there is no such device.
@@ -248,7 +247,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
-    """The GPUs besides ``first`` that may hold layers, in CUDA's order; ``gpus`` counts all of them.
+    """Return the GPUs besides ``first`` that may hold layers, in CUDA's order; ``gpus`` includes ``first``.
 
     Raises:
         UsageError: there are fewer.
@@ -269,7 +268,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def overflows(name: str) -> UsageError:
-    """The refusal of float16 for a model whose numbers are too large for it."""
+    """Return the error for float16 with a model whose activations overflow it."""
     return UsageError(
         f"{name} does not run in float16.",
         "Its activations exceed 65,504, the largest number in float16.",
@@ -278,8 +277,9 @@ def overflows(name: str) -> UsageError:
 
 
 def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """The torch dtype of a setting; "auto" is the faster one on a CPU, on CUDA the dtype of transformers' ``config``,
-    or float16 instead of a bfloat16 that the GPU does not compute in.
+    """Return the torch dtype for a setting; "auto" is the faster one on a CPU, and that of ``config`` on CUDA.
+
+    On a GPU without bfloat16 arithmetic, "auto" is float16 instead of bfloat16.
 
     Raises:
         UsageError: there is no such dtype, or the model's numbers are too large for it.
@@ -304,7 +304,7 @@ def _overflows(config: Any) -> bool:
 
 
 def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
-    """float32, or the checkpoint's ``own`` dtype if that is bfloat16 and clearly faster at its size; measured once.
+    """Return float32, or the checkpoint's ``own`` dtype if that is bfloat16 and clearly faster, measured once per size.
 
     Weights that stay packed need no measurement: some can be multiplied only in ``own``, others run in float32.
     """
@@ -319,7 +319,7 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> str:
-    """A sentence about the dtype that "auto" chose; "" for other settings and if the choice was float32.
+    """Describe the dtype that "auto" chose; return "" for other settings and for float32.
 
     ``packs``: loading packs the weights, so the measured products do not apply.
     """
@@ -329,14 +329,14 @@ def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> s
         return "It runs in bfloat16, where K/V take half the memory of float32 (override: model.dtype = float32)."
     exact, half = milliseconds(*_largest(config))
     return (
-        f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "
+        f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} per token here, in float32 "
         f"{figure(exact, 'ms', 1)} (override: model.dtype = float32)."
     )
 
 
 @cache
 def milliseconds(rows: int, columns: int) -> tuple[float, float]:
-    """The least time for one token through a matrix ``[rows, columns]``, in float32 and in bfloat16."""
+    """Return the shortest time of one token through a matrix ``[rows, columns]``, in float32 and in bfloat16."""
     weight, x = torch.ones(rows, columns), torch.ones(1, columns)
     half, half_x = weight.to(torch.bfloat16), x.to(torch.bfloat16)
     with torch.inference_mode(), without_onednn(torch.bfloat16, CPU):
@@ -353,6 +353,6 @@ def _timed(product: Callable[[], Tensor]) -> float:
 
 
 def _largest(config: Any) -> tuple[int, int]:
-    """Rows and columns of the MLP's first matrix; 0 if the configuration does not say."""
+    """Return rows and columns of the MLP's first matrix; 0 if the configuration does not say."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "intermediate_size", None) or 0, getattr(text, "hidden_size", None) or 0

@@ -1,10 +1,10 @@
-"""Downloads a model in a process of its own, so that a chat can continue meanwhile.
+"""Download a model in a separate process, so that a chat can continue.
 
-``python -m kvchat.models.download PID NAME`` ends when the process PID that started it ends; like the engine it sees to
-that before it imports anything else.
+``python -m kvchat.models.download PID NAME`` ends when the process PID that started it ends; like the engine, it sets
+that up before it imports anything else.
 
-Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, finally ``{"done": NAME}`` or ``{"error":
-[TITLE, DETAIL, HINT]}``. Killing the process keeps what was downloaded: the next download continues from there.
+Each line on stdout is a JSON object: ``{"stage": TEXT}`` while it works, finally ``{"done": NAME}`` or
+``{"error": [TITLE, DETAIL, HINT]}``. If it is killed, the next download resumes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvchat.process import die_with_parent
 
 
 def download(name: str, progress: Callable[[str], None]) -> None:
-    """Download the model ``name``, unless its configuration shows that kvchat cannot run it.
+    """Download the model ``name`` unless its configuration shows that kvchat cannot run it.
 
     Raises:
         ModelError: there is no such model, it is gated, it cannot be run, or the hub cannot be reached.
     """
     from kvchat.models.checkpoint import complete, locate
 
-    location = locate(name, progress)  # a wrong name is refused before torch is imported
+    location = locate(name, progress)  # refuses a wrong name before torch is imported
     progress("Checking the model")
     from kvchat.models.description import describe, quiet
 

@@ -1,7 +1,7 @@
-"""Translates a GGUF file for transformers: the configuration, the scaling of positions, the weights and their names.
+"""Translate a GGUF file for transformers: configuration, position scaling, weights and their names.
 
-A weight is unpacked from a memory map when transformers takes it. transformers does not read a file's scaling of
-positions, and would rotate without it.
+A weight is unpacked from a memory map when transformers asks for it. transformers ignores a file's position scaling and
+would rotate without it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
 from kvchat.models.support import explained
 
-# Number of layers of the models that do not scale scores by the size of a head; llama.cpp, too, recognizes them so.
+# Number of layers of the models that do not scale scores by the head size; llama.cpp recognizes them in the same way.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
-LISTS = "tokenizer.ggml."  # keys whose lists are withheld from transformers, which would convert each entry
-# Tensors that divide frequencies, not weights; of the last two the first for texts longer than the original context.
+LISTS = "tokenizer.ggml."  # keys whose lists are hidden from transformers, which would convert each entry
+# Tensors that divide frequencies, and are not weights; LONG is for texts beyond the original context, SHORT within it.
 DIVISORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-# Parameters of Llama 3.1, 3.2 and 3.3 from which llama.cpp's converter computes the divisors, with a factor.
+# Parameters of Llama 3.1, 3.2 and 3.3 from which llama.cpp's converter computes the divisors, together with a factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-CHUNK = 2**15  # elements that numpy unpacks at once, so that they stay in a processor's cache
-# Types that compiled loops unpack.
+CHUNK = 2**15  # elements that numpy unpacks at a time, so that they stay in a processor's cache
+# Types that compiled loops can unpack.
 LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL"}
 Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# Tensors that scale positions, which the configuration does.
+# Tensors that scale positions; the configuration does that here.
 IGNORED = ("rope_freqs.", "rope_factors_")
-# Keys that transformers' tables of most architectures lack: it would use its defaults, which belong to another model.
+# Keys that transformers' tables of most architectures lack. It would use its defaults, which belong to another model.
 LEFT_OUT = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -54,11 +54,11 @@ LEFT_OUT = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)")
-BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # some Llamas have them
+BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # only some Llamas have them
 
 
 def of_file(path: Path, name: str) -> Any:
-    """The configuration of the model ``name`` in the file ``path``.
+    """Read the configuration of the model ``name`` from the file ``path``.
 
     Raises:
         ModelError: it is damaged, not a language model, or of an architecture that transformers does not read.
@@ -78,8 +78,8 @@ def of_file(path: Path, name: str) -> Any:
         if len(set(ends)) > 1 and not isinstance(found.get("eos_token_id"), list):
             found["eos_token_id"] = list(dict.fromkeys(ends))
         config = kind.from_dict(found)
-    config.dtype = config.dtype or torch.bfloat16  # of unpacked weights; the file's blocks have no dtype
-    if hasattr(config, "query_pre_attn_scalar"):  # transformers always takes 256, the value of most models
+    config.dtype = config.dtype or torch.bfloat16  # the dtype of unpacked weights; the file's blocks have none
+    if hasattr(config, "query_pre_attn_scalar"):  # transformers always uses 256, the value of most models
         config.query_pre_attn_scalar = _gemma_scalar(config)
     apply(read(file), config, name)
     return config
@@ -87,7 +87,7 @@ def of_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def fed(file: GgufFile) -> Iterator[None]:
-    """Give transformers the parsed ``file`` during the block, and let it build the table of tensors' names once."""
+    """Pass the parsed ``file`` to transformers in this block, and have it build the table of tensor names only once."""
     import gguf
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -100,9 +100,7 @@ def fed(file: GgufFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def under_their_names() -> Iterator[None]:
-    """Let transformers rename no weights in the block: these have its names already, and collecting renamings of all
-    its models takes 0.1 s.
-    """
+    """Keep transformers from renaming weights in this block; collecting all its renamings would take 0.1 s."""
     from transformers import conversion_mapping
 
     own = conversion_mapping.get_checkpoint_conversion_mapping
@@ -130,7 +128,7 @@ def _by_transformers(file: GgufFile) -> dict[str, Any]:
 
 
 def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
-    """Values of the file that transformers ignores, by the names in its configurations of this ``kind``."""
+    """Return the file's values that transformers ignores, by their names in its configurations of this ``kind``."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     theirs = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
@@ -153,9 +151,9 @@ class _Field(NamedTuple):
 
 
 def _reader(file: GgufFile) -> SimpleNamespace:
-    """The part of the gguf package's reader that transformers uses.
+    """Return the part of the gguf package's reader that transformers uses.
 
-    Left out are values that slow transformers down or mislead it, as the name of a Llama that is called mistral.
+    Omits values that slow transformers down or mislead it, such as the name of a Llama that is called mistral.
     """
     fields = {
         key: _field(value)
@@ -179,23 +177,23 @@ def _field(value: Any) -> _Field:
 
 
 def _gemma_scalar(config: Any) -> int:
-    """The number whose square root divides a Gemma's scores."""
+    """Return the number whose square root divides a Gemma's scores."""
     if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
         return int(config.hidden_size // config.num_attention_heads)
     return int(config.head_dim)
 
 
 class Scaling(NamedTuple):
-    """How a file scales positions; a number that it does not give is 0.
+    """How a file scales positions; missing numbers are 0.
 
     Attributes:
         kind: llama.cpp's name, with its ``factor``.
-        original: the context before scaling.
-        divisors: of the frequencies.
-        long, short: divisors of them beyond the original context, and within it.
-        base, sliding_base: of which unscaled frequencies are powers; the second in sliding layers.
-        dimensions: of a head that are rotated, from the first on.
-        attention: factor of queries and keys; YaRN multiplies its own by it.
+        original: context before scaling.
+        divisors: divide the frequencies.
+        long, short: divide the frequencies beyond the original context, and within it.
+        base, sliding_base: base of the unscaled frequencies, the second for sliding layers.
+        dimensions: rotated dimensions of a head, from the first on.
+        attention: factor of queries and keys; multiplies YaRN's own factor.
     """
 
     kind: str
@@ -225,7 +223,7 @@ def read(file: GgufFile) -> Scaling:
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
-    """Set the scaling of the file ``name`` in transformers' ``config``, except in Gemma's sliding layers.
+    """Apply the scaling of the file ``name`` to transformers' ``config``, except in Gemma's sliding layers.
 
     Raises:
         ModelError: transformers has no such scaling for GGUF files.
@@ -257,14 +255,14 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
 
 
 def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:
-    """The values of a tensor that is stored in float32."""
+    """Return the values of a tensor that is stored in float32."""
     if tensor.kind != 0:
         raise ValueError(f"{tensor.name} is not float32")
     return tuple(np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.start).tolist())
 
 
 def _divides(config: Any, divisors: tuple[float, ...]) -> bool:
-    """True if transformers divides the frequencies of ``config`` by these ``divisors``."""
+    """Return True if transformers divides the frequencies of ``config`` by these ``divisors``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -282,7 +280,7 @@ def _refusal(name: str, how: str) -> ModelError:
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """A weight with ``nbytes`` in its file; ``make`` unpacks it when transformers takes it."""
+    """A weight of ``nbytes`` in its file; ``make`` unpacks it when transformers asks for it."""
 
     nbytes: int
     make: Callable[[], Tensor]
@@ -292,7 +290,7 @@ class Unpacked:
 
 
 def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
-    """The weights for ``model``, which may be on the meta device, by their names in it.
+    """Return the weights for ``model``, which may be on the meta device, by their names in it.
 
     Tensors that the model lacks keep the file's names.
     """
@@ -307,14 +305,14 @@ def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
 
 
 def loading_info(weights: dict[str, Unpacked], model: Any) -> dict[str, Any]:
-    """The loading information that transformers would return after reading these ``weights``, which takes minutes."""
+    """Return the loading information that transformers would return only after minutes of reading these ``weights``."""
     places = {name for name, _ in model.named_parameters()}
     return {"missing_keys": places - weights.keys(), "unexpected_keys": weights.keys() - places}
 
 
 def values(tensor: gguf_file.Tensor) -> Tensor:
-    """The values of a tensor in float32; those of an unquantized tensor in its own dtype."""
-    stored = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.nbytes,))  # "c": numba refuses read-only
+    """Read a tensor's values in float32, or in their own dtype if they are not quantized."""
+    stored = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.nbytes,))  # numba refuses read-only arrays
     if tensor.kind in PLAIN:
         return torch.from_numpy(stored.copy()).view(PLAIN[tensor.kind]).view(tensor.shape)
     name, elements, nbytes = gguf_file.TYPES[tensor.kind]
@@ -329,7 +327,7 @@ def values(tensor: gguf_file.Tensor) -> Tensor:
 
 
 def parts(tensor: gguf_file.Tensor, elements: int) -> Iterator[Tensor]:
-    """The values of a matrix, in runs of rows with about ``elements`` elements each."""
+    """Yield the values of a matrix in runs of rows with about ``elements`` elements each."""
     rows, columns = tensor.shape
     step, row_bytes = max(1, elements // columns), tensor.nbytes // rows
     for at in range(0, rows, step):
@@ -349,7 +347,7 @@ def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
 
 
 def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
-    """As ``unpack_by_package``, with compiled ``loops``."""
+    """Do the same as ``unpack_by_package`` with compiled ``loops``."""
     blocks = np.ascontiguousarray(blocks)
 
     def halves(at: int) -> Array:
@@ -377,7 +375,7 @@ def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
 
 
 def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) -> dict[str, Unpacked]:
-    """The weights that transformers' processors make, each of one tensor; experts are stacked here."""
+    """Return the weights that transformers' processors make, each from one tensor; experts are stacked here."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     processor = theirs.TENSOR_PROCESSORS.get(file.architecture, theirs.TensorProcessor)(config=model.config.to_dict())
@@ -386,7 +384,7 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
 
     def make(one: gguf_file.Tensor) -> Tensor:
         found = values(one)
-        plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no such type
+        plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no bfloat16
         done = processor.process(weights=plain.numpy(), name=one.name, parsed_parameters={"tensors": {}})
         return torch.from_numpy(done.weights)
 
@@ -406,18 +404,18 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
 
 
 def _stack(tensors: Sequence[gguf_file.Tensor], experts: Any) -> Tensor:
-    """The matrices or biases of a layer's ``experts`` as transformers has them: those of gate and up are one."""
+    """Stack the matrices or biases of a layer's ``experts`` as transformers does, with gate and up in one."""
     (count, rows, *columns), kinds = tensors[0].shape, len(tensors)
     whole = torch.empty(count, kinds * rows, *columns)
     places = whole.chunk(kinds, 1) if experts.is_concatenated else [whole[:, at::kinds] for at in range(kinds)]
     for place, one in zip(places, tensors, strict=True):
         for expert, found in zip(place, parts(one._replace(shape=(count, math.prod(one.shape[1:]))), 1), strict=True):
-            expert.copy_(found.view_as(expert))  # one at a time: all of them take a gigabyte more
+            expert.copy_(found.view_as(expert))  # one at a time, because all of them would take another gigabyte
     return whole.transpose(1, 2) if columns and experts.is_transposed else whole
 
 
 def _converted(tensors: Sequence[gguf_file.Tensor], transforms: Sequence[Any]) -> dict[str, Unpacked]:
-    """The weights that transformers' conversions make of the tensors."""
+    """Return the weights that transformers' conversions make from the tensors."""
     from transformers import core_model_loading as loading
 
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]

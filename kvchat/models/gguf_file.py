@@ -1,4 +1,4 @@
-"""Reads a GGUF file's metadata, vocabulary and table of tensors from a memory map.
+"""Read a GGUF file's metadata, vocabulary and tensor table from a memory map.
 
 The plan, the list of models, the tokenizer and the weights all use it.
 """
@@ -18,11 +18,11 @@ from kvchat import files
 from kvchat.errors import ModelError
 
 MAGIC, SUFFIX = b"GGUF", ".gguf"
-VERSIONS = (2, 3)  # version 1 had lengths of 32 bits
-LAYER = "blk."  # begins the names of a layer's tensors; those outside layers are embeddings, head and last norm
+VERSIONS = (2, 3)  # version 1 had 32-bit lengths
+LAYER = "blk."  # prefix of a layer's tensors; outside layers there are embeddings, head and last norm
 EMBEDDINGS = "token_embd.weight"
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
-# ggml's types by their numbers: name, elements and bytes of a block.
+# ggml's types by number: name, and elements and bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
@@ -34,10 +34,10 @@ TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 UNKNOWN_BITS = 32
-# struct's letters for the values of fixed size by their types; 8 is a text, 9 a list.
+# struct's letters for values of fixed size, by type; 8 is a string, 9 a list.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
-ALIGNMENT, ALIGNED = "general.alignment", 32  # the key of the first tensor's alignment, and its default
+ALIGNMENT, ALIGNED = "general.alignment", 32  # key of the first tensor's alignment, and the default
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$|$)", re.IGNORECASE)
 NO_MODEL = {
     "adapter": "It is an adapter (LoRA) for another model.",
@@ -52,7 +52,7 @@ EMBEDDERS = re.compile(r".*bert.*|t5encoder|gemma-embedding|llama-embed|.*-embed
 
 
 class Tensor(NamedTuple):
-    """A tensor in the file ``path``, of ``nbytes`` (0 if the type is unknown) from byte ``start`` on.
+    """A tensor in the file ``path``: ``nbytes`` (0 if the type is unknown) from byte ``start`` on.
 
     ``kind`` is the number of its type in ggml; ``shape`` is in torch's order.
     """
@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 class GgufFile:
     """The contents of the file ``path``: metadata by key, and its tensors with those of its other parts.
 
-    Lists of texts are tuples of bytes; other lists are tuples of numbers. ``paths`` are all parts of a split model.
+    Lists of strings are tuples of bytes; other lists are tuples of numbers. ``paths`` are all parts of a split model.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class GgufFile:
         return value if isinstance(value, str) else ""
 
     def number(self, key: str) -> int | None:
-        """A non-negative integer, such as a token's id; None if there is none."""
+        """Return a nonnegative integer, such as a token's id; None if there is none."""
         value = self.values.get(key)
         return value if type(value) is int and value >= 0 else None
 
@@ -104,7 +104,7 @@ class GgufFile:
 
     @property
     def no_model(self) -> str:
-        """A sentence that says what the file is if it is not a language model; else ""."""
+        """A sentence saying what the file is if it is not a language model; else ""."""
         return NO_MODEL.get(self._kind, "")
 
     @property
@@ -123,7 +123,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """True if ``path`` begins like a GGUF file, whatever its name is."""
+    """Return True if ``path`` begins like a GGUF file, regardless of its name."""
     try:
         if not path.is_file():
             return False
@@ -134,7 +134,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def type_of(kind: int) -> tuple[str, float]:
-    """The name of a tensor's type and its bits per element; ``UNKNOWN_BITS`` for an unknown type."""
+    """Return a tensor type's name and bits per element; ``UNKNOWN_BITS`` for an unknown type."""
     name, elements, nbytes = TYPES.get(kind, (f"type {kind}", 8, UNKNOWN_BITS))
     return name, 8 * nbytes / elements
 
@@ -143,7 +143,7 @@ def read(path: Path) -> GgufFile:
     """Read the header of a GGUF file, and those of the other parts of a split model; the last result is cached.
 
     Raises:
-        ValueError: it is none, incomplete, or a length in it leads past its end; the message says what.
+        ValueError: it is not a GGUF file, incomplete, or a length leads past its end; the message says what.
         OSError: it cannot be read.
     """
     found = path.stat()
@@ -172,7 +172,7 @@ def read_model(path: Path) -> GgufFile:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """A folder's GGUF files, split models by their first part; of several files only the language models."""
+    """Return a folder's GGUF files, split models by their first part; if there are several, only language models."""
     found = sorted(one for one in folder.iterdir() if one.suffix.lower() == SUFFIX and part(one) < 2)
     return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
 
@@ -185,7 +185,7 @@ def _is_language_model(file: Path) -> bool:
 
 
 def part(path: Path) -> int:
-    """The number, from 1, of the part of a split model that a file has by its name; 0 for a whole model."""
+    """Return the part number, from 1, of a split model's file according to its name; 0 for a whole model."""
     found = SPLIT.search(path.name)
     return int(found[1]) if found and int(found[2]) > 1 else 0
 
@@ -210,7 +210,7 @@ def _read(path: Path, size: int, written: int) -> GgufFile:
 def _parts(path: Path, parts: int) -> tuple[Path, ...]:
     found = SPLIT.search(path.name)
     if not found or int(found[2]) != parts:
-        raise ValueError(f"it is one of {parts:,} parts, and its name does not say which")
+        raise ValueError(f"it is one of {parts:,} parts, but its name does not say which")
     before, after = path.name[: found.start()], path.name[found.end() :]
     names = [f"{before}-{one:05}-of-{parts:05}{after}" for one in range(1, parts + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
@@ -231,7 +231,7 @@ def _read_part(path: Path) -> GgufFile:
 
 
 class _Walk:
-    """Reads the header of a ``mapped`` file, one value after the other."""
+    """Reads the header of a ``mapped`` file, one value after another."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._path, self._mapped, self._size = path, mapped, len(mapped)
@@ -253,7 +253,7 @@ class _Walk:
         return GgufFile(self._path, values, found, (self._path,))
 
     def _tensor(self) -> Tensor:
-        """A tensor, whose ``start`` counts from the beginning of the first one."""
+        """Read a tensor, whose ``start`` is relative to the first tensor."""
         name = self._text().decode(errors="replace")
         (dimensions,) = self._numbers("I")
         *shape, kind, offset = self._numbers(f"{dimensions}QIQ")
@@ -276,12 +276,12 @@ class _Walk:
         return key, self._numbers(self._form(kind))[0]
 
     def _form(self, kind: int) -> str:
-        if kind not in FORMS:  # also a list of lists, which the format allows but nobody writes
+        if kind not in FORMS:  # also for a list of lists, which the format allows but nobody writes
             raise ValueError(f"a value has the type {kind:,}")
         return FORMS[kind]
 
     def _texts(self, count: int) -> tuple[bytes, ...]:
-        """The next ``count`` texts; a vocabulary has up to a million, so each takes few steps."""
+        """Read the next ``count`` strings; a vocabulary has up to a million, so each takes few steps."""
         mapped, at, size, length_at, found = self._mapped, self._at, self._size, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             begin = at + 8

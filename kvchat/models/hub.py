@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face hub, with progress; an interrupted download resumes where it stopped.
+"""Download from the Hugging Face hub, with progress; an interrupted download resumes where it stopped.
 
-The hub's library would start a large file over. Here it grows as ``ETAG.partial`` among the blobs of the library's
-cache and gets its final name when it is complete. The library then finds it and adds the rest of the cache.
+The hub's library would restart a large file. Here it grows as ``ETAG.partial`` among the blobs of the library's cache
+and gets its final name when it is complete. The library then finds it and adds the rest of the cache.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvchat.models.stored_tensors import StoredTensor
 from kvchat.units import meter, seconds, size
 
 Progress = Callable[[str], None]
-NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
+NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights in other layouts
 LARGE = 2**24
-CHUNK = 2**20  # the library's own chunks are ten times as large: on a slow line nothing would show for ten seconds
+CHUNK = 2**20  # the library's own chunks are ten times as large, so a slow line would show no progress for ten seconds
 TOO_LARGE = 50 * 10**9  # the hub sends no larger file in one piece
 REPORT_S = 1.0
 SPEED_SAMPLES = 20
@@ -52,7 +52,7 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
 
 
 def remote_headers(name: str, revision: str) -> list[StoredTensor]:
-    """The tensors of a repository's safetensors files; only the headers are downloaded.
+    """Return the tensors of a repository's safetensors files, downloading only the headers.
 
     Raises:
         ModelError: the repository has none, or the hub cannot be reached.
@@ -70,7 +70,7 @@ def remote_headers(name: str, revision: str) -> list[StoredTensor]:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Raise whatever the hub's library raises for a repository as kvchat's own error."""
+    """Turn whatever the hub's library raises for a repository into kvchat's own error."""
     from huggingface_hub import errors
 
     try:
@@ -98,14 +98,14 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
     except ModelError:
         raise
-    except Exception as error:  # the network's libraries have errors of their own
+    except Exception as error:  # network libraries have their own errors
         raise ModelError(
             f"{name} cannot be downloaded.", str(error).strip().split("\n", 1)[0][:200], "Try again, or give a folder."
         ) from error
 
 
 def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
-    """``large_files``; none if the hub cannot be reached: then the cache has all, or the library says what is missing.
+    """Return ``large_files``; none if the hub cannot be reached, as the cache may have all or the library explains.
 
     Raises:
         HfHubHTTPError: the hub refuses.
@@ -116,12 +116,12 @@ def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
         return list(large_files(name, patterns, NOT_DOWNLOADED))
     except (errors.HfHubHTTPError, errors.HFValidationError):
         raise
-    except Exception:  # noqa: BLE001  # offline, or one of the network's many errors
+    except Exception:  # noqa: BLE001  # offline, or one of many network errors
         return []
 
 
 def _reporter(report: Callable[[float, float], None]) -> type:
-    """A tqdm class that draws nothing and calls ``report`` with the bytes downloaded and their total.
+    """Return a tqdm class that draws nothing and calls ``report`` with the bytes downloaded and the total.
 
     The hub's library makes several bars: one for files, one for bytes in files, and one for bytes transferred, which
     are fewer if a file was partly downloaded before. The second is reported.
@@ -146,7 +146,7 @@ def _reporter(report: Callable[[float, float], None]) -> type:
 
 
 class RemoteFile(NamedTuple):
-    """A file on the hub, and the file ``blob`` of the cache that it becomes."""
+    """A file on the hub, and the ``blob`` in the cache that it becomes."""
 
     url: str
     nbytes: int
@@ -161,7 +161,7 @@ def fetch(files: list[RemoteFile], progress: ByteProgress) -> None:
     """Download the files that are not in the cache.
 
     Raises:
-        ModelError: one is being downloaded by another process, or arrived damaged; the network's errors.
+        ModelError: another process is downloading one, or one arrived damaged. Network errors are passed on.
     """
     total = sum(file.nbytes for file in files)
     before = 0
@@ -172,10 +172,10 @@ def fetch(files: list[RemoteFile], progress: ByteProgress) -> None:
 
 
 def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[RemoteFile]:
-    """The large files of a repository that match ``patterns``.
+    """Yield the large files of a repository that match ``patterns``.
 
     Raises:
-        huggingface_hub's errors: the repository does not exist or is gated; the network's errors.
+        huggingface_hub's errors: the repository does not exist or is gated. Network errors are passed on.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, model_info
     from huggingface_hub.file_download import repo_folder_name
@@ -221,7 +221,7 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
 
 
 def _check(file: RemoteFile) -> None:
-    """Compare the digest if the hub names one: parts downloaded on different days must belong together."""
+    """Compare the digest if the hub gives one: parts downloaded on different days must belong together."""
     if len(file.blob.name) != 64:
         return
     with file.partial.open("rb") as partial:
@@ -240,11 +240,11 @@ class ByteProgress:
         self._ended = False
 
     def end(self) -> None:
-        """Report nothing more: the library's bars report once more when they are garbage-collected."""
+        """Stop reporting: the library's bars report once more when they are garbage-collected."""
         self._ended = True
 
     def report(self, done: float, total: float) -> None:
-        """``Downloading ▰▰▰▰▱▱▱▱ 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
+        """Show ``Downloading ▰▰▰▰▱▱▱▱ 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
         now = self._clock()
         too_soon = self._samples and now - self._samples[-1][0] < REPORT_S and done < total
         if self._ended or too_soon:

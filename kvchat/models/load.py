@@ -1,10 +1,10 @@
-"""Loads a model and its tokenizer: locates, refuses or reads it, then probes, tests and fuses it.
+"""Load a model and its tokenizer: locate it, refuse or read it, then probe, test and fuse it.
 
-A model that kvchat cannot run correctly is refused: before its weights are read if the configuration shows it, else by
+kvchat refuses models that it cannot run correctly: before reading the weights if the configuration shows it, else after
 the probe or the numerical self-test. A model that passed is not tested again on this machine until its weights, kvchat
-or a library change. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights and tokenizer
-say which model computed saved K/V. A checkpoint's revision is not enough: it depends on the sizes and ends of the
-files, and tuning a model in place may change neither.
+or a library change. Only safetensors and GGUF are read, and a model's own code is never run. Digests of weights and
+tokenizer identify the model that computed saved K/V. A checkpoint's revision would not do: it depends on the sizes and
+ends of the files, and tuning a model in place may change neither.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-MOST_TESTED = 100  # models whose test results are kept
+MOST_TESTED = 100  # models whose test results are saved
 LIBRARIES = ("kvchat", "torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
 ONE_BY_ONE = (
@@ -70,13 +70,13 @@ class LoadedModel:
 
     Attributes:
         context: in tokens.
-        layers: the number of layers that attend.
-        weights: the name of their quantization.
-        fingerprint: a digest of the weights.
-        fused: the kinds of modules that are fused.
+        layers: number of attending layers.
+        weights: name of the quantization.
+        fingerprint: digest of the weights.
+        fused: kinds of fused modules.
         reads_chunks: as ``probe.reads_chunks``.
-        advised: the sampling to use if the user sets no temperature.
-        gguf: the GGUF file with the weights, if there is one.
+        advised: sampling to use if the user sets no temperature.
+        gguf: GGUF file with the weights, if there is one.
         sums: adds up what the ranks computed.
     """
 
@@ -125,21 +125,22 @@ class LoadedModel:
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices that hold weights; first ``device``, which holds the embeddings."""
+        """All devices that hold weights, starting with ``device``, which holds the embeddings."""
         return tuple(dict.fromkeys(weight.device for weight in self.model.parameters()))
 
 
 def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription], Rank] | None = None) -> LoadedModel:
     """Load the model that ``load`` names; ``progress`` is called with each stage.
 
-    ``model`` is "bundled", a folder, a GGUF file or a hub repository. ``device`` "auto" is CUDA if available; ``dtype``
-    "auto" is the checkpoint's on CUDA, and on a CPU the faster of that and float32.
-    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"). With "auto" and "none" a quantized
-    checkpoint stays as it is if it can be multiplied so. Other formats, GGUF among them, are unpacked to the dtype;
-    "auto" packs those of 8 bits or fewer again.
-    With several ``gpus`` the other GPUs hold decoder layers too. To split the heads instead pass ``meet``: it returns
-    once all ranks have started, and each loads its part.
-    ``fast`` replaces the modules that the fast path recognizes; ``force`` loads weights that do not fit too.
+    - ``model`` is "bundled", a folder, a GGUF file or a hub repository.
+    - ``device`` "auto" is CUDA if available.
+    - ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU the faster of that and float32.
+    - ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"). With "auto" and "none", a quantized
+      checkpoint stays packed if it can be multiplied that way. Other formats, including GGUF, are unpacked; "auto"
+      packs those of up to 8 bits again.
+    - With several ``gpus``, the others hold decoder layers too. To split the heads instead, pass ``meet``, which
+      returns once all ranks have started; each loads its part.
+    - ``fast`` fuses modules that the fast path recognizes; ``force`` also loads weights that do not fit.
 
     Raises:
         ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
@@ -154,7 +155,7 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
         described = describe(load.model, load.device, load.dtype, progress, 1 if meet else load.gpus)
         chosen = repacking.choose(load.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.weakest)
-        has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
+        has_blocks = bool(quantized.method or described.location.gguf)  # weights to pack or unpack
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
             if meet:
@@ -162,7 +163,7 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
             elif not load.force:
                 reading.check(described, chosen.quantize)
             rank = meet(described) if meet else None
-            if described.device.type == "cpu":  # after the check: compiling takes memory that it counts as free
+            if described.device.type == "cpu":  # after the check, because compiling takes memory that it counts as free
                 compile_ahead.begin(described.dtype, OF_PACKED if has_blocks else ())
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
@@ -181,7 +182,7 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
                     sums = heads.cut(model, rank, checkpoint.name, described.device) if rank else None
                     model = reading.finished(model, described, quantized, places, packed)
             if quantized.method:
-                compile_ahead.wait(progress, [PRODUCTS])  # the tests multiply with them
+                compile_ahead.wait(progress, [PRODUCTS])  # needed by the tests
             progress("Preparing the model")
             with cores:
                 support.check_values(model, checkpoint.folder / checkpoint.gguf)
@@ -260,7 +261,7 @@ def wrap(
 
 
 def _test(model: Any, name: str) -> tuple[bool, Tensor]:
-    """Compare the model with transformers' own forward; return ``reads_chunks`` and ``sample_logits`` of it."""
+    """Compare the model with transformers' own forward; return its ``reads_chunks`` and ``sample_logits``."""
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
     plain = modules.sample_logits(model)
@@ -269,7 +270,7 @@ def _test(model: Any, name: str) -> tuple[bool, Tensor]:
     return chunked, plain
 
 
-# ---- test results ----------------------------------------------------------------------------------
+# ---- test results
 @dataclass(frozen=True)
 class Tested:
     """Results of a model's tests: ``LoadedModel.reads_chunks``, and the layers whose query is estimated ``ahead``."""
@@ -279,7 +280,7 @@ class Tested:
 
 
 def tests_key(digest: str, model: Any, fuse: bool) -> str:
-    """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
+    """Return a digest of everything the tests of ``model`` depend on: weights, config, device, code and libraries."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
     devices = sorted({str(weight.device) for weight in model.parameters()})
     processor = torch.backends.cpu.get_cpu_capability()
@@ -296,7 +297,7 @@ def _version(package: str) -> str:
 
 
 def find_tested(key: str) -> Tested | None:
-    """The results of a model that passed its tests; None if it has not been tested with this ``key``."""
+    """Return the results of a model that passed its tests; None if it was not tested with this ``key``."""
     with contextlib.suppress(*UNREADABLE):
         found = _all_tested()[key]
         return Tested(bool(found["chunked"]), [int(layer) for layer in found["ahead"]])
@@ -304,7 +305,7 @@ def find_tested(key: str) -> Tested | None:
 
 
 def keep_tested(key: str, tested: Tested) -> None:
-    """Save the results of a model that passed its tests; if that fails the model is tested again next time."""
+    """Save the results of a model that passed its tests; if saving fails, the model is tested again next time."""
     with contextlib.suppress(*UNREADABLE):
         latest = dict([*_all_tested().items(), (key, asdict(tested))][-MOST_TESTED:])
         files.write(paths.tested_file(), json.dumps(latest, indent=1).encode())
@@ -317,15 +318,15 @@ def _all_tested() -> dict[str, dict[str, Any]]:
 
 
 def _code() -> tuple[list[tuple[str, int]], list[str]]:
-    """What weights and their products depend on: kvchat's files with their times, and the libraries' versions."""
+    """Return what weights and their products depend on: kvchat's files with their times, and library versions."""
     files_of = (paths.PACKAGE / part for part in ("kv", "models"))
     ours = sorted((str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py"))
     return ours, [_version(name) for name in LIBRARIES]
 
 
-# ---- stages ----------------------------------------------------------------------------------------
+# ---- stages
 def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes of the weights in the files, by transformers' names of them."""
+    """Return the bytes of the weights in the files, by transformers' names."""
     if checkpoint.gguf:
         return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
     return {tensor.name: tensor.nbytes for tensor in described.stored}
@@ -334,7 +335,7 @@ def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int
 def _cached_packed(
     described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization
 ) -> tuple[Path | None, Kept, tuple[str, ...]]:
-    """The file that caches a GGUF file's packed weights, what is in it, and a note if it was damaged; only on a CPU."""
+    """Return the file that caches a GGUF file's packed weights, its content, and a note if it was damaged; CPU only."""
     if not (checkpoint.gguf and quantized.options and described.device.type == "cpu"):
         return None, {}, ()
     how = described.dtype, checkpoint.revision, *_code()
@@ -344,7 +345,7 @@ def _cached_packed(
 
 
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
-    """The name of the stage; for weights that are unpacked with their sizes in the files and once loaded."""
+    """Name the stage, with the sizes in the files and once loaded if the weights are unpacked."""
     stage = "Loading the weights"
     if not repacking.is_unpacked(described):
         return stage
@@ -355,7 +356,7 @@ def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoi
 
 
 def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice) -> list[str]:
-    """Notes for the user: the part of the model that is run, its quantization, and the dtype that "auto" chose."""
+    """Return notes for the user: the part of the model that runs, its quantization, and the dtype that "auto" chose."""
     packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
     taken = description.note(dtype, described.dtype, described.config, packs) if on_cpu else ""
     plain = _stays_plain(described, chosen.quantize) if packs else ""
@@ -364,7 +365,7 @@ def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice)
 
 
 def _stays_plain(described: ModelDescription, quantize: str) -> str:
-    """A sentence about the weights that cannot be packed, if they are many."""
+    """Describe the weights that cannot be packed, if there are many; else return ""."""
     share = described.weights.unpackable_share(quantize, described.place)
     if share < NAMED_SHARE:
         return ""
@@ -376,7 +377,7 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
 
 @contextlib.contextmanager
 def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
-    """Raise whatever reading and testing the model raises as kvchat's own error."""
+    """Turn whatever reading and testing the model raises into kvchat's own error."""
     with support.explained(described.location.name, "the model"):
         try:
             yield
@@ -387,23 +388,23 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer, and notes for the user."""
+    """Load the tokenizer; also return notes for the user."""
     with support.explained(checkpoint.name, "its tokenizer"), explained_panics():
         if checkpoint.gguf:
             built = tokenizers.build(described.gguf, checkpoint.name)
             return guarded(built.tokenizer), built.notes
         tokenizer = _of_folder(checkpoint.folder)
-    processors = checkpoint.folder / "chat_template.json"  # of older multimodal repositories
+    processors = checkpoint.folder / "chat_template.json"  # in older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
     return guarded(tokenizer), ()
 
 
 def _of_folder(folder: Path) -> Any:
-    """The tokenizer that a folder's ``tokenizer.json`` describes, else the one of the class that it names.
+    """Load the tokenizer from a folder's ``tokenizer.json``, or else with the class that the folder names.
 
     A class may build its own steps instead of the file's: SmolLM2's is GPT2Tokenizer, which splits spaces before digits
-    in another way. Seen in transformers 5.24.
+    differently (transformers 5.24).
     """
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
@@ -421,7 +422,7 @@ def _of_folder(folder: Path) -> Any:
 
 
 def _own_template(file: str) -> str:
-    """The chat template in ``file``; "" if no file is named."""
+    """Read the chat template in ``file``; return "" if no file is named."""
     source = read_text(Path(file).expanduser()) if file else ""
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -432,7 +433,7 @@ def _own_template(file: str) -> str:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer. generation_config often has the end of a turn, config only the end of a text."""
+    """Return the tokens that end an answer; generation_config often has the end of turn, config the end of text."""
     ids: set[Any] = set()
     for holder in (model.generation_config, model.config, model.config.get_text_config(decoder=True), tokenizer):
         eos = getattr(holder, "eos_token_id", None)
@@ -463,9 +464,9 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
     return tuple(notes)
 
 
-# ---- digests ---------------------------------------------------------------------------------------
+# ---- digests
 def digest_of_weights(model: Any) -> str:
-    """A digest of names, shapes and bit patterns of all weights, as fast as memory can be read.
+    """Return a digest of names, shapes and bit patterns of all weights, as fast as memory can be read.
 
     The bit patterns of a tensor are added up: changing a bit changes the sum, swapping two values does not.
     """
@@ -476,7 +477,7 @@ def digest_of_weights(model: Any) -> str:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """A digest of everything that turns text into ids."""
+    """Return a digest of everything that turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return digest_of_text(backend.to_str()).hex()

@@ -1,16 +1,16 @@
-"""Checks of a loaded model: the probe observes its shapes and rules, the self-test compares it with transformers.
+"""Check a loaded model: the probe observes shapes and rules, the self-test compares the model with transformers.
 
-The probe: with one key the softmax is 1 and attention returns that key's value, whatever the position. So if positions
-are rotary, a token alone has the same hidden states at every position, and a forward at position p yields every layer's
+The probe: with a single key, the softmax is 1 and attention returns that key's value at any position. So with rotary
+positions, a lone token has the same hidden states at every position, and a forward at position p yields every layer's
 key of that token at p. Comparing the keys at a few positions with the rotations that the model's ``inv_freq`` buffers
-allow identifies each layer's rotation, without reading a model's name or its configuration.
+allow identifies each layer's rotation, without relying on a model's name or configuration.
 
-The self-test: neither flags nor names say whether the hook computes a model's attention right (bloom, llama4 and
-gemma3n answer fluently and wrongly), so every model is tested. The reference is eager and not sdpa, which in
+The self-test: neither flags nor names say whether the hook computes a model's attention correctly (bloom, llama4 and
+gemma3n give fluent but wrong answers), so every model is tested. The reference is eager and not sdpa, because sdpa in
 transformers 5.17 ignores gemma2's soft cap without a warning.
 
-Each tolerance lies between the errors measured of right and of wrong models. The checks of kv's kernels have their own
-tolerances (``kvchat.kv.ops.verify``).
+Each tolerance is between the errors measured with correct and with wrong models. The checks of kv's kernels have their
+own tolerances (``kvchat.kv.ops.verify``).
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ NEAR = (3, 34)
 PREFILL = (19, 14)
 DECODE = 5
 SECOND_TURN = 10
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # configurations' names
-EXPERTS_AGREE = 0.25  # share of a mixture's tokens that must agree; wrong attention leaves fewer
-# Logits of the self-test and of fused modules, relative L2 error. Right models measure below 1e-5 in float32 and about
-# 0.02 in bfloat16; wrong ones (bloom, llama4, gemma3n under an attention that ignores their rules) 0.2 to 1.1.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
+EXPERTS_AGREE = 0.25  # share of tokens that must agree in a mixture of experts; wrong attention leaves fewer
+# Logits of the self-test and of fused modules, relative L2 error. Correct models measure below 1e-5 in float32 and
+# about 0.02 in bfloat16; wrong ones (bloom, llama4, gemma3n with an attention that ignores their rules) 0.2 to 1.1.
 LOGITS = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}
-# Rotated keys of the probe, relative to the largest element. Right rotations measure below 1e-5 in float32 and 0.02 in
-# bfloat16, wrong ones above 0.3.
+# Rotated keys of the probe, relative to the largest element. Correct rotations measure below 1e-5 in float32 and 0.02
+# in bfloat16, wrong ones above 0.3.
 ROTATED_KEYS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
 # Rounding of the model's float32 angles, in radians per position.
 ANGLE_PER_POSITION = 2e-7
-# Difference of a token's keys or values at two positions, relative to the largest element: less is rounding.
+# Difference of a token's keys or values at two positions, relative to the largest element; less is rounding.
 UNCHANGED = 1e-3
-# A module's output compared with an RMSNorm's, relative L2 error in units of the dtype's epsilon: the module rounds a
-# few times to that dtype; the expected result is computed in float32.
+# Output of a module compared with an RMSNorm, relative L2 error in units of the dtype's epsilon: the module rounds to
+# that dtype a few times, and the expected result is computed in float32.
 NORM_ROUNDINGS = 8
-# Sums and products of small whole numbers: a wrong order or factor changes the result by at least 1.
+# Sums and products of small integers: a wrong order or factor changes the result by at least 1.
 SMALL_NUMBERS = 1e-4
-# Elements of rotated random heads in float32, about 1 in size: two products and one sum.
+# Elements of rotated random heads in float32, of size about 1: two products and one sum.
 ROTATION = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A model's attention as observed.
+    """A model's observed attention.
 
     Attributes:
-        d_k, d_v: the sizes of one head's key and value.
-        specs: the rule of each layer that attends.
-        rotations: of each layer that attends; None for a layer without positions, the same object for equal rotations.
+        d_k, d_v: sizes of one head's key and value.
+        specs: rule of each attending layer.
+        rotations: one per attending layer; None for a layer without positions, the same object for equal rotations.
             Empty if keys cannot be moved to other positions; ``refusal`` says why.
         unlike: True if layers have different shapes; all are then padded to the largest.
     """
@@ -85,7 +85,7 @@ def probe(model: Any) -> Probe:
     """Observe ``model`` (loaded with kvchat's attention) in at most five one-token forwards.
 
     Raises:
-        ModelError: the layers cannot be padded to one shape, or other layers attend than the configuration says.
+        ModelError: the layers cannot be padded to one shape, or the configuration names other attending layers.
     """
     base = _observe(model, BASE)
     attending = _check_attending(model, base)
@@ -101,7 +101,7 @@ def probe(model: Any) -> Probe:
 
 
 def observe_shape(model: Any, state: RecurrentState) -> Shape:
-    """The shape of every layer's heads, from a forward of one token that also fills ``state``; on the meta device too.
+    """Return the shape of every layer's heads from one token's forward, which fills ``state``; also on the meta device.
 
     Raises:
         ModelError: the layers cannot be padded to one shape, or keep state that cannot be copied.
@@ -113,9 +113,9 @@ def observe_shape(model: Any, state: RecurrentState) -> Shape:
 
 
 def pin_frequencies(model: Any) -> bool:
-    """Fix rotary frequencies that depend on the text's length at those of the whole context; False if none do.
+    """Fix rotary frequencies that depend on the text's length at those of the full context; return False if none do.
 
-    longrope picks one of two sets by the positions of each forward, so one prompt's chunks could be rotated by both.
+    longrope picks one of two sets by the positions of each forward, so chunks of one prompt could be rotated by both.
     """
     rotary = [module for module in model.modules() if _follows_length(module)]
     if rotary:
@@ -127,7 +127,7 @@ def pin_frequencies(model: Any) -> bool:
 
 
 class _Observer:
-    """An ``AttentionBackend`` for one token: records its arguments and attends to the token itself."""
+    """An ``AttentionBackend`` for one token that records its arguments and attends to the token itself."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -169,7 +169,7 @@ def _check_attending(model: Any, seen: _Observer) -> list[int]:
 
 
 def _common(model: Any, shapes: set[Shape]) -> Shape | None:
-    """The shape to pad layers of these ``shapes`` to; None if all have the same."""
+    """Return the shape to pad layers of these ``shapes`` to; None if all have the same."""
     if len(shapes) == 1:
         return None
     largest = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
@@ -179,7 +179,7 @@ def _common(model: Any, shapes: set[Shape]) -> Shape | None:
     return largest
 
 
-# ---- rotation --------------------------------------------------------------------------------------
+# ---- rotation
 def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...], str | None]:
     near = {position: _observe(model, position) for position in NEAR}
     if any(_differs(base.values[layer], seen.values[layer]) for seen in near.values() for layer in base.values):
@@ -196,7 +196,7 @@ def _rotations(model: Any, base: _Observer) -> tuple[tuple[Rotation | None, ...]
 
 
 def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation | None]) -> str | None:
-    """Why keys cannot be moved if they rotate otherwise at twice the context (dynamic NTK, longrope), else None."""
+    """Return why keys cannot be moved if they rotate differently at twice the context (dynamic NTK, longrope)."""
     position = 2 * _context(model)
     far = _observe(model, position)
     allowed = ROTATED_KEYS[model.dtype] + ANGLE_PER_POSITION * position
@@ -215,7 +215,7 @@ def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
         if "original" not in name and not any(torch.equal(buffer, other) for other in distinct):
             distinct.append(buffer)
     for buffer in distinct:
-        for inv_freq in (buffer.double(), -buffer.double()):  # nanochat turns backwards
+        for inv_freq in (buffer.double(), -buffer.double()):  # nanochat rotates backwards
             for interleaved, offset in itertools.product((False, True), {0, d_k - 2 * buffer.numel()}):
                 if offset >= 0:
                     yield Rotation(inv_freq.clone(), interleaved, offset)
@@ -224,7 +224,7 @@ def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
 def _identify(
     keys: Tensor, targets: dict[int, Tensor], candidates: list[Rotation], tolerance: float
 ) -> Rotation | None:
-    """The candidate that rotates ``keys`` [H, d_k] by each distance into its target; None if none does."""
+    """Return the candidate that rotates ``keys`` [H, d_k] by each distance into its target; None if none does."""
     errors = [max(_error(keys, target, c, delta) for delta, target in targets.items()) for c in candidates]
     best = min(range(len(errors)), key=errors.__getitem__, default=None)
     return None if best is None or errors[best] > tolerance else candidates[best]
@@ -240,7 +240,7 @@ def _differs(one: Tensor, other: Tensor) -> bool:
 
 
 class UnknownValues(TorchFunctionMode):
-    """Inside this block values on the meta device are zeros, and if sizes are unknown the first part is everything."""
+    """In this block, values on the meta device are zeros, and unknown split sizes put everything in the first part."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -256,11 +256,11 @@ class UnknownValues(TorchFunctionMode):
 
 
 class _UnknownSizes(list[int]):
-    """Zeros in place of the sizes of parts."""
+    """Zeros instead of the sizes of parts."""
 
 
 def reads_chunks(model: Any) -> bool:
-    """True if a forward of several tokens continues a recurrent state; jamba's silently starts from an empty one.
+    """Return True if a forward of several tokens continues a recurrent state; jamba's starts from an empty one.
 
     Raises:
         ModelError: transformers refuses, or keeps state that cannot be copied.
@@ -277,7 +277,7 @@ def reads_chunks(model: Any) -> bool:
 def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseManager, chunked: bool = True) -> float:
     """Compare chunked prefill, decode and a second turn through the hook with one eager forward over all tokens.
 
-    Without ``chunked`` all tokens after the first chunk are processed one by one.
+    Without ``chunked``, all tokens after the first chunk are processed one by one.
 
     Returns the relative L2 error of the logits that a chat would sample from.
 
@@ -316,7 +316,7 @@ def stepwise(
     state: RecurrentState | None = None,
     whole: bool = False,
 ) -> Tensor:
-    """Logits ``[tokens, vocab]`` of the last token of each chunk, or of all; ``state`` as in ``forward``."""
+    """Return logits ``[tokens, vocab]`` of the last token of each chunk, or of all; ``state`` as in ``forward``."""
     logits, start = [], 0
     for chunk in chunks:
         positions, last = torch.arange(start, start + len(chunk), device=chunk.device), len(chunk) if whole else 1
@@ -330,7 +330,7 @@ def stepwise(
 def _reference(model: Any, ids: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
-        with torch.inference_mode():  # the model counts positions itself: a few begin at 2
+        with torch.inference_mode():  # the model counts positions itself; a few begin at 2
             logits: Tensor = model(ids[None], use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(attention_hook.NAME)
@@ -338,20 +338,20 @@ def _reference(model: Any, ids: Tensor) -> Tensor:
 
 
 def logits_tolerance(model: Any) -> float:
-    """The relative error of the logits of ``model`` that rounding explains."""
+    """Return the relative error of the logits of ``model`` that rounding explains."""
     return products_tolerance(model.dtype, is_packed(model))
 
 
 def products_tolerance(dtype: torch.dtype, packed: bool) -> float:
-    """The relative error that rounding to ``dtype`` explains; packed weights are multiplied in half precision."""
+    """Return the relative error that rounding to ``dtype`` explains; packed weights multiply in half precision."""
     return LOGITS[torch.bfloat16 if packed else dtype]
 
 
 def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) -> float:
-    """The relative error of logits ``[tokens, vocab]``; for a mixture of experts the ``share`` quantile over tokens.
+    """Return the relative error of logits ``[tokens, vocab]``; for a mixture of experts the ``share`` quantile.
 
-    Rounding sends some tokens to other experts: in a mixture with random weights in bfloat16, five tokens of eight were
-    0.16 to 0.95 off and the others 0.1.
+    The quantile is over tokens. Rounding sends some to other experts: in a mixture with random weights in bfloat16,
+    five tokens out of eight had errors of 0.16 to 0.95, the others 0.1.
     """
     if not has_experts(model):
         return relative_error(measured, reference)
@@ -360,12 +360,12 @@ def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) 
 
 
 def has_experts(model: Any) -> bool:
-    """True for a mixture of experts, where each token goes through some of them."""
+    """Return True for a mixture of experts, where each token passes through some of them."""
     config = model.config.get_text_config(decoder=True)
-    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX's section of its MLP
+    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX has a section for its MLP
     return any(getattr(section, name, None) for section in sections for name in EXPERTS)
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:
-    """||measured - reference|| / ||reference||; NaN anywhere gives NaN."""
+    """Return ||measured - reference|| / ||reference||; NaN anywhere gives NaN."""
     return float((measured - reference).norm() / reference.norm())

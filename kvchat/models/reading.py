@@ -1,8 +1,8 @@
-"""Reads a model's weights with transformers, packs them and arranges them in memory.
+"""Read a model's weights with transformers, pack them and arrange them in memory.
 
-On a CPU the weights are moved next to each other, into huge pages, because every token reads all of them: transformers
+On a CPU the weights are moved next to each other, into huge pages, because every token reads all of them. transformers
 leaves small ones scattered over small pages, which are read more slowly (``kv.memory.pinned``). Matrices that are
-merged later (``fuse``) are then adjacent already. Weights that do not fit are refused before minutes of reading.
+merged later (``fuse``) are then already adjacent. Weights that do not fit are refused before minutes of reading.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvchat.models.quantize.quantization import Quantization
 from kvchat.models.quantize.rows import PIECE, all_rows, is_tied, packs_head
 from kvchat.units import size
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
-LARGE = 5 * 2**18  # bytes from which on a tensor is mapped by itself while weights are packed: more than a chunk has
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's numbers for these settings
+LARGE = 5 * 2**18  # while weights are packed, tensors from this size on are mapped separately: more than a chunk has
 LARGEST_THRESHOLD = 2**25  # glibc's own limit
 
 
@@ -80,7 +80,7 @@ def read(
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:
         with (
-            contextlib.redirect_stdout(io.StringIO()),  # packages of quantized weights print, and have no switch
+            contextlib.redirect_stdout(io.StringIO()),  # packages for quantized weights print, without a switch
             contextlib.redirect_stderr(io.StringIO()),
             meanwhile,
             ggufs.under_their_names() if checkpoint.gguf else contextlib.nullcontext(),
@@ -95,20 +95,20 @@ def read(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # named by check_tensors
+                ignore_mismatched_sizes=True,  # check_tensors reports them
                 **placement,
                 **chosen,
             )
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
-    except Exception as error:  # whatever an unknown config leads to
+    except Exception as error:  # an unknown config may raise anything
         if is_out_of_memory(error):
             raise
         raise support.unreadable(checkpoint.name, "its weights", error) from error
     if in_place and places:
         from accelerate.hooks import remove_hook_from_module
 
-        remove_hook_from_module(model, recurse=True)  # accelerate's way to move layers' inputs; split has its own
+        remove_hook_from_module(model, recurse=True)  # accelerate's hook moves layers' inputs; split has its own
     support.check_tensors(model, place, info)
     if checkpoint.gguf:
         checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
@@ -127,7 +127,7 @@ def finished(
     places: Sequence[torch.device] = (),
     packed: Kept | None = None,
 ) -> Any:
-    """Prepare a model that was read: pack its weights, or take those ``packed``, and move it to its devices."""
+    """Prepare a model that was read: pack its weights or install those ``packed``, and move it to its devices."""
     device, was_tied = described.device, is_tied(model)
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
@@ -152,7 +152,7 @@ def finished(
 class TiedHead:
     """The head of a GGUF file that shares its weights with the embeddings.
 
-    It is packed in parts while it is read: as a whole it would first take four bytes a weight.
+    It is packed in parts while it is read, because the whole would first take four bytes per weight.
     """
 
     def __init__(self, table: gguf_file.Tensor, dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ class TiedHead:
         self.packed: tuple[Tensor, ...] = ()
 
     def make(self) -> Tensor:
-        """Pack the head; return a placeholder that takes no memory."""
+        """Pack the head; return a placeholder without memory."""
         self.packed = int8_rows.packed(ggufs.parts(self._table, UNPACKED), self._table.shape)
         return _placeholder(self._table.shape, self._dtype)
 
@@ -180,7 +180,7 @@ def _tied_head(described: ModelDescription, quantized: Quantization) -> TiedHead
 
 
 def _stored(described: ModelDescription, packed: Kept, head: TiedHead | None) -> dict[str, Unpacked]:
-    """The weights of a GGUF file, with placeholders for those in ``packed`` and for those that ``head`` packs."""
+    """Return the weights of a GGUF file, with placeholders for those in ``packed`` and those that ``head`` packs."""
     parameters = dict(described.shapes.named_parameters(remove_duplicate=False))
     makers: dict[Tensor | None, Callable[[], Tensor]] = {
         parameters[name]: partial(_placeholder, parameters[name].shape, described.dtype) for name in packed
@@ -194,12 +194,12 @@ def _stored(described: ModelDescription, packed: Kept, head: TiedHead | None) ->
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
-    """True if transformers reads weights directly to their device."""
+    """Return True if transformers reads weights directly to their device."""
     return bool(quantized.method) and not _is_packed_later(described, quantized) and find_spec("accelerate") is not None
 
 
 def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
-    """True if weights are packed after all of them were unpacked."""
+    """Return True if packing waits until all weights are unpacked."""
     if described.location.gguf and described.device.type == "cpu":
         return False  # each is packed as soon as it is unpacked
     return repacking.is_unpacked(described) and bool(quantized.options)
@@ -224,7 +224,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _unredirected(progress: Callable[[str], None]) -> Callable[[str], None]:
-    """``progress``, which may print, with the present stdout and stderr: ``read`` redirects what libraries print."""
+    """Return ``progress``, which may print, bound to the current stdout and stderr, because ``read`` redirects both."""
     out, err = sys.stdout, sys.stderr
 
     def report(stage: str) -> None:
@@ -247,9 +247,9 @@ def _counted(
 
 
 def defragment(model: Any) -> None:
-    """Move the small weights of ``model``, on a CPU, together in the order of its modules, aligned as torch does.
+    """Move the small weights of a ``model`` on a CPU together, in the order of its modules, aligned as torch does.
 
-    Tensors of a quantizer's own class stay where they are.
+    Tensors of a quantizer's own class stay in place.
     """
     for weights in _pieces(model):
         memory, at = aligned(sum(map(_stride, weights))), 0
@@ -264,7 +264,7 @@ def defragment(model: Any) -> None:
 
 @contextlib.contextmanager
 def mmap_large_allocations() -> Iterator[None]:
-    """Map each large tensor by itself during the block, so that freeing it returns its memory to the system.
+    """Map each large tensor separately in this block, so that freeing it returns its memory to the system.
 
     Otherwise packing 573 MiB of bfloat16 as int8 took up to 1.1 GiB, little of it in use: the results fragmented the
     memory that the sources left. Afterwards glibc has the thresholds that it would have chosen for such tensors.
@@ -283,20 +283,20 @@ def malloc_trim() -> None:
 
 
 def _glibc(function: str, *arguments: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such functions
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries lack these functions
         getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def _stride(weight: Tensor) -> int:
-    """Bytes from the beginning of ``weight`` to the beginning of the next one."""
+    """Return the bytes from the start of ``weight`` to the start of the next one."""
     return -(-weight.nbytes // ALIGNED) * ALIGNED
 
 
 def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
-    """The small weights in runs of at most ``PIECE`` bytes.
+    """Yield the small weights in runs of at most ``PIECE`` bytes.
 
-    The weights of one module's children follow each other, matrices first, in the order of merging. Otherwise merging
-    would copy them, and the originals would stay in memory with the rest of their run.
+    The weights of one module's children are adjacent, matrices first, in the order of merging. Otherwise merging would
+    copy them, and the originals would stay in memory with the rest of their run.
     """
     piece: list[nn.Parameter] = []
     for weights in _families(model):
@@ -312,10 +312,10 @@ def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
 
 
 def _families(model: Any) -> Iterator[list[nn.Parameter]]:
-    """The small weights of each module's children; gives huge pages to large ones, which are not moved.
+    """Yield the small weights of each module's children; large ones get huge pages and are not moved.
 
-    Embeddings that no head multiplies by get none: a token reads one row of them, and huge pages for Gemma's 640 MiB
-    cost 1.5 s of processor time.
+    Embeddings without a head that multiplies by them get none: a token reads one row of them, and huge pages for
+    Gemma's 640 MiB cost 1.5 s of processor time.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings -= {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
@@ -333,7 +333,7 @@ def _families(model: Any) -> Iterator[list[nn.Parameter]]:
 
 
 def check(described: ModelDescription, quantize: str) -> None:
-    """Refuse weights that do not fit the device once loaded, or do not fit the RAM while they are unpacked.
+    """Refuse weights that do not fit the device once loaded, or do not fit RAM while they are unpacked.
 
     Raises:
         DoesNotFitError: with the sizes.
@@ -353,7 +353,7 @@ def check(described: ModelDescription, quantize: str) -> None:
 
 
 def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
-    """The refusal of weights that do not fit their device, with a quantization that would."""
+    """Return the error for weights that do not fit their device, with a quantization that would."""
     device, free, needed = described.device, free_bytes(described.device), described.loaded_bytes(quantize)
     where, total = "this machine's memory", ""
     if device.type == "cuda":
@@ -367,7 +367,7 @@ def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
 
 
 def _check_shares(described: ModelDescription, quantize: str) -> None:
-    """Refuse weights if what the other GPUs have no room for does not fit the first one."""
+    """Refuse weights if the first GPU cannot hold what does not fit the others."""
     shares, free = split.shares(described, quantize), free_bytes(described.device)
     if shares.first <= free:
         return
@@ -383,6 +383,6 @@ def _check_shares(described: ModelDescription, quantize: str) -> None:
 
 
 def _packed(described: ModelDescription, room: int) -> str:
-    """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights fit into ``room`` bytes; else ""."""
+    """Return `` or --quantize int8 (5.1 GiB)`` for the first quantization that fits into ``room`` bytes; else ""."""
     fitting = ((name, nbytes) for name, nbytes in described.by_quantization().items() if nbytes <= room)
     return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")

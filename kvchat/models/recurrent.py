@@ -2,8 +2,8 @@
 
 Recurrent and convolution layers keep their state in a cache of transformers. K/V of attention layers pass through that
 cache untouched: the KV manager stores them. A state cannot be rolled back token by token, so snapshots of it are kept
-in RAM. After a truncation or a failed forward ``restore`` copies the nearest snapshot back, and the tokens after it are
-``unread``: the runner processes them again before any others. If all layers attend no method has an effect.
+in RAM. After a truncation or a failed forward, ``restore`` copies the nearest snapshot back, and the tokens after it
+are ``unread``: the runner processes them again before any others. If all layers attend, no method has an effect.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv"}
 BOTH = {"hybrid", "hybrid_sliding"}
 
-CONVOLVED = "conv_states"  # in transformers' layers, which mark a layer as begun by it
+CONVOLVED = "conv_states"  # in transformers' layers, where it marks a layer as started
 
 SNAPSHOTS = 8  # at most; each is as large as the state
-EVERY = 256  # tokens between two snapshots, and at most processed again after a short rollback
-TAIL = 16  # tokens at a prompt's end, where a template begins the answer; they may change once it is history
+EVERY = 256  # tokens between two snapshots, and so at most processed again after a short rollback
+TAIL = 16  # tokens at a prompt's end, where a template begins the answer; they may change once the answer is history
 
 
-Key = tuple[int, str, int]  # the recurrent layer, transformers' name of the kind of state, and its number
+Key = tuple[int, str, int]  # recurrent layer, transformers' name of the kind of state, and its number
 
 
 class Snapshot(NamedTuple):
@@ -44,20 +44,20 @@ class Snapshot(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def encoded(self) -> bytes:
-        """The tensors as a safetensors file."""
+        """Return the tensors as a safetensors file."""
         named = {".".join(map(str, key)): tensor.contiguous() for key, tensor in self.tensors.items()}
         return bytes(save(named))
 
     @classmethod
     def decoded(cls, tokens: int, data: bytes) -> Self:
-        """The snapshot after ``tokens`` tokens whose ``encoded`` form is ``data``."""
+        """Return the snapshot after ``tokens`` tokens whose ``encoded`` form is ``data``."""
         named = ((*name.split("."), tensor) for name, tensor in load(data).items())
         return cls(tokens, {(int(at), kind, int(number)): tensor for at, kind, number, tensor in named})
 
 
 @cache
 def cache_argument() -> str:
-    """The name by which a model's forward takes transformers' cache."""
+    """Return the name of the argument for transformers' cache in a model's forward."""
     import transformers
 
     return "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
@@ -68,7 +68,7 @@ class RecurrentState:
 
     Attributes:
         reads_chunks: False for a model whose forward of several tokens starts from an empty state.
-        exists: the model has a state.
+        exists: whether the model has a state.
         arguments: of its forward, besides tokens and positions.
     """
 
@@ -77,7 +77,7 @@ class RecurrentState:
         self._ids: list[int] = []
         self._read = 0
         self._snapshots: list[Snapshot] = []
-        self._boundary = 0  # tokens before the last answer, or a few less
+        self._boundary = 0  # tokens before the last answer, or slightly fewer
         self._is_torn = False
         self._cache = _cache_of(config) if is_recurrent(config) else None
         layers = self._cache.layers if self._cache else []
@@ -103,7 +103,7 @@ class RecurrentState:
 
     @property
     def worth_saving(self) -> list[Snapshot]:
-        """The snapshots to continue from and to answer the last question again from; the newest last."""
+        """The snapshots from which to continue and to regenerate the last answer; the newest last."""
         earlier = [snapshot for snapshot in self._snapshots[:-1] if snapshot.tokens <= self._boundary]
         return earlier[-1:] + self._snapshots[-1:]
 
@@ -114,12 +114,12 @@ class RecurrentState:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the tensors that a step reads and changes; a CUDA graph records them."""
+        """Addresses of the tensors that a step reads and changes, which a CUDA graph records."""
         return tuple(tensor.data_ptr() for tensor in self._tensors().values())
 
     @property
     def unread(self) -> list[int]:
-        """Stored tokens that the state lacks and that must be processed before any others; empty between steps."""
+        """Stored tokens that the state lacks, to be processed before any others; empty between steps."""
         return self._ids[self._read :] if self.exists else []
 
     @property
@@ -127,7 +127,7 @@ class RecurrentState:
         return self._read
 
     def chunk(self, left: int, planned: int) -> int:
-        """How many of the ``left`` new tokens the next prefill forward takes; memory allows ``planned``."""
+        """Return how many of the ``left`` new tokens the next prefill forward takes; memory allows ``planned``."""
         body = left - TAIL if left > TAIL else left
         if not self.exists or self.reads_chunks:
             return min(planned, body if self.exists else left)
@@ -147,15 +147,15 @@ class RecurrentState:
         self._read += tokens
 
     def append_unread(self, ids: Sequence[int]) -> None:
-        """Record that the tokens ``ids`` are stored again, without their effect on the state."""
+        """Record that the tokens ``ids`` are stored again, but the state has not processed them."""
         self._ids.extend(ids if self.exists else ())
 
     @torch.inference_mode()
     def keep(self, before_answer: bool = False) -> None:
-        """Take a snapshot of the state; the older snapshots are, the fewer of them are kept.
+        """Take a snapshot of the state; of older snapshots fewer are kept.
 
-        ``before_answer`` says that an answer begins at this token, or a few later. If memory is short no snapshot is
-        taken, and a rollback processes more tokens again.
+        ``before_answer`` says that an answer begins at this token or a few tokens later. If memory is short no snapshot
+        is taken, and a rollback processes more tokens again.
         """
         if before_answer:
             self._boundary = self._read
@@ -180,11 +180,11 @@ class RecurrentState:
             self._go_back(tokens)
 
     def rollback(self) -> None:
-        """Discard the state, which a failed forward may have left half written."""
+        """Discard the state, which a failed forward may have left half-written."""
         self._go_back(len(self._ids))
 
     def adopt(self, ids: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
-        """Switch to another conversation, with its stored tokens ``ids`` and its ``snapshots``."""
+        """Switch to another conversation with stored tokens ``ids`` and ``snapshots``."""
         self._ids, self._snapshots = list(ids if self.exists else ()), list(snapshots)
         self._go_back(len(ids))
 
@@ -222,7 +222,7 @@ class RecurrentState:
 
 
 def is_recurrent(config: Any) -> bool:
-    """True if some layers of models with transformers' ``config`` keep a recurrent state in its cache."""
+    """Return True if some layers of models with transformers' ``config`` keep a recurrent state in its cache."""
     return not (RECURRENT | BOTH).isdisjoint(layer_types(config))
 
 
@@ -232,7 +232,7 @@ def attending_layers(config: Any) -> list[int]:
 
 
 def layer_types(config: Any) -> list[str]:
-    """transformers' name of each layer's kind."""
+    """Return transformers' name of each layer's kind."""
     text = config.get_text_config(decoder=True)
     return list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
 
@@ -248,5 +248,5 @@ def _cache_of(config: Any) -> Any:
 
 
 def _passed_through(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """The K/V of the new tokens only: the KV manager has the others."""
+    """Return the K/V of the new tokens only: the KV manager has the others."""
     return keys, values

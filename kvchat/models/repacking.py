@@ -1,8 +1,8 @@
-"""Packs weights again that transformers unpacks while reading them, about as small as before: GGUF files, fp8, mxfp4.
+"""Pack weights again that transformers unpacks while reading, to about their original size: GGUF files, fp8, mxfp4.
 
-kvchat cannot multiply them as they are stored. Weights of 4 bits become int4, or int8 if int4 cannot be multiplied;
-those of up to 8 bits become int8. A CPU packs each weight as soon as it is unpacked. For a GPU all are unpacked in RAM
-and packed one Linear at a time, so that the GPU never holds the unpacked weights.
+kvchat cannot multiply them as they are stored. 4-bit weights become int4, or int8 if int4 cannot be multiplied; weights
+of up to 8 bits become int8. For a CPU, each weight is packed as soon as it is unpacked. For a GPU, all are unpacked in
+RAM and packed one Linear at a time, so that the GPU never holds the unpacked weights.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ READING = "Loading weights"  # transformers' name of its progress bar
 
 
 class Choice(NamedTuple):
-    """The quantization to use, and a note to the user about it, or ""."""
+    """The quantization to use, and a note for the user about it, or ""."""
 
     quantize: str
     note: str = ""
 
 
 def is_unpacked(described: ModelDescription) -> bool:
-    """True if transformers unpacks the weights while it reads them."""
+    """Return True if transformers unpacks the weights while reading them."""
     return bool(described.location.gguf) or quantization.is_unpacked(described.config, described.device)
 
 
 def needs_full_dequantization(described: ModelDescription, quantize: str) -> bool:
-    """True if RAM must hold all weights unpacked before they go to the device."""
+    """Return True if RAM must hold all weights unpacked before they go to the device."""
     if described.device.type == "cpu":
         return False
     return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")
 
 
 def choose(quantize: str, described: ModelDescription) -> Choice:
-    """The quantization for the setting ``quantize``.
+    """Return the quantization for the setting ``quantize``.
 
-    "auto" is about as small as the files, if the packages for it are installed and loading unpacks the weights; else
-    it is "none".
+    "auto" chooses about the size of the files, if loading unpacks the weights and the packages for it are installed;
+    else "none".
 
     Raises:
-        ModelError: a file is damaged, or its weights cannot be packed so.
+        ModelError: a file is damaged, or its weights cannot be packed that way.
     """
     if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *OF_UNPACKED}:
         raise ModelError(
@@ -79,18 +79,18 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
 
 
 def _against(quantize: str, described: ModelDescription) -> str:
-    """A sentence about the user's quantization if the default one is closer to the files, else ""."""
+    """Describe how the user's quantization compares with the default if that is closer to the files; else return ""."""
     small = by_default(described) if quantize in AT_MOST else "none"
     if small in ("none", quantize):
         return ""
-    of_file = f"the files' {described.weights.layer_bits:.1f} bits a weight"
+    of_file = f"the files' {described.weights.layer_bits:.1f} bits per weight"
     if quantize == "int8":
         return f"int8 takes more memory than {small} and is no closer to {of_file}: auto keeps them in {small}."
     return f"{quantize} is less than {of_file}, and answers change: auto keeps them in {small}."
 
 
 def by_default(described: ModelDescription) -> str:
-    """The quantization that keeps weights about as small as their files if loading unpacks them; else "none".
+    """Return the quantization that keeps weights about as small as their files if loading unpacks them; else "none".
 
     Raises:
         ModelError: a file is damaged.
@@ -105,7 +105,7 @@ def read_unpacked(described: ModelDescription, config: Any) -> Iterator[None]:
     """Prepare transformers for the block, which reads weights and unpacks them.
 
     On a CPU each weight is packed by ``config``, unless that is None, as soon as it is unpacked. transformers accepts
-    no quantizer besides the files' own, so packing is appended to the operations that make each weight.
+    only the files' own quantizer, so packing is appended to the operations that make each weight.
     """
     with contextlib.ExitStack() as entered:
         if config is not None and described.device.type == "cpu" and not described.location.gguf:
@@ -120,8 +120,8 @@ def pack(
 ) -> None:
     """Quantize the Linears of ``model``, except its head, by transformers' ``config``.
 
-    On a GPU each is moved to its device first: one of ``devices``, or else the model's. On a CPU experts are packed
-    too, and weights that are packed already stay.
+    On a GPU each is first moved to its device, from ``devices`` or else the model's. On a CPU experts are packed too,
+    and weights that are already packed stay.
     """
     mark(model, config)
     method, of_4_bits = config.quant_method, in_equal_steps(described)
@@ -143,11 +143,11 @@ def pack(
 def mark(model: Any, config: Any) -> None:
     """Record in ``model`` that its weights are packed by ``config``, as transformers does after packing."""
     model.config.quantization_config = config
-    model.config._is_quantized = True  # then Jamba's layers do not use their Linears' weights directly
+    model.config._is_quantized = True  # keeps Jamba's layers from using their Linears' weights directly
 
 
 def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:
-    """A change for ``intercepted`` that packs each weight by ``config`` as the last operation that makes it."""
+    """Return a change for ``intercepted`` that packs each weight by ``config`` as the last operation that makes it."""
     from kvchat.models.quantize.packed_quantizer import PackUnpacked
 
     packing = PackUnpacked(config.quant_method, of_4_bits=in_equal_steps(described))
@@ -161,13 +161,13 @@ def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], 
 
 
 def in_equal_steps(described: ModelDescription) -> bool:
-    """True if 32 weights of 4 bits may have values in equal steps; int4 can recover these, at twice the time."""
+    """Return True if 32 4-bit weights may have values in equal steps, which int4 can recover in twice the time."""
     return bool(described.location.gguf) or quantization.own_method(described.config) == stored_tensors.COMPRESSED
 
 
 @contextmanager
 def partial_blocks() -> Iterator[None]:
-    """Let transformers unpack fp8 weights during the block whose last blocks are smaller than the configured size."""
+    """Make transformers unpack fp8 weights in this block whose last blocks are smaller than the configured size."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     def dequantize(self: Any, stored: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Any:
@@ -175,7 +175,7 @@ def partial_blocks() -> Iterator[None]:
         counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
         whole = [count * block for count, block in zip(counts, blocks, strict=True)]
         if list(scales.shape[-2:]) != counts or list(sizes) == whole:
-            return genuine(self, stored, scales, output_dtype)  # no partial blocks, or other ones, such as one scale
+            return genuine(self, stored, scales, output_dtype)  # no partial blocks, or another layout
         filled = stored.new_zeros((*stored.shape[:-2], *whole))
         filled[..., : sizes[0], : sizes[1]] = stored
         return genuine(self, filled, scales, output_dtype)[..., : sizes[0], : sizes[1]].contiguous()
@@ -190,7 +190,7 @@ def partial_blocks() -> Iterator[None]:
 
 @contextmanager
 def intercepted(change: Callable[[list[Any]], Iterable[Any]]) -> Iterator[None]:
-    """During the block pass the weights that transformers' progress bar iterates over through ``change``.
+    """Pass the weights that transformers' progress bar iterates over in this block through ``change``.
 
     A nested block changes them first.
     """

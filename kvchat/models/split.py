@@ -1,9 +1,9 @@
-"""Splits a model over several GPUs: decoder layers move to the other GPUs, in order.
+"""Split a model over several GPUs: decoder layers move to the other GPUs, in order.
 
 The first GPU keeps everything else, the K/V of all layers and their attention. So modes, switches, prefill and drafts
 work as on one GPU; the other GPUs hold only weights. A layer on another GPU projects and multiplies there: its queries,
 keys and values are copied to the first GPU and the result of attention back, 12 and 8 KiB per token for a layer of an
-8B model. Storing each layer's K/V with its weights would save these copies, but most modes choose once for all layers
+8B model. Storing each layer's K/V with its weights would save these copies. But most modes choose once for all layers
 and keep one tensor for all (freeze's scores, streaming's sinks, the index), so each mode would have to be split too.
 
 The other GPUs are filled first, because K/V get the memory that is left on the first one.
@@ -24,8 +24,8 @@ from kvchat.models import attention_hook
 from kvchat.models.description import ModelDescription
 from kvchat.models.recurrent import RecurrentState
 
-FORWARD = 2048  # tokens of a prompt per forward that the other GPUs keep memory for
-CACHED_INPUTS = 8  # arguments cached on a device: many layers share the same angles and positions
+FORWARD = 2048  # prompt tokens per forward for which the other GPUs reserve memory
+CACHED_INPUTS = 8  # arguments cached per device: many layers share the same angles and positions
 
 
 class Shares(NamedTuple):
@@ -37,7 +37,7 @@ class Shares(NamedTuple):
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The decoder's layers, with their list's name in the model."""
+    """Return the name of the decoder's list of layers in the model, and the list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return next((name, module) for name, module in lists if len(module) == count)
@@ -71,7 +71,7 @@ def shares(described: ModelDescription, quantize: str, unloaded: Mapping[str, in
 
 
 def layer_bytes(described: ModelDescription, quantize: str) -> tuple[list[int], int]:
-    """Bytes of each decoder layer, and of everything outside the layers, which a GPU does not pack."""
+    """Return the bytes of each decoder layer, and of everything outside the layers, which a GPU does not pack."""
     _, layers = decoder_layers(described.shapes)
     elements = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     outside = sum(weight.numel() for weight in described.shapes.parameters()) - sum(elements)
@@ -81,19 +81,19 @@ def layer_bytes(described: ModelDescription, quantize: str) -> tuple[list[int], 
 
 
 def devices_of(model: Any, places: Sequence[torch.device]) -> dict[nn.Module, torch.device]:
-    """The device of each module inside the layers of ``model``; empty without ``places``."""
+    """Return the device of each module inside the layers of ``model``; empty without ``places``."""
     layers = decoder_layers(model)[1] if places else ()
     return {module: device for layer, device in zip(layers, places, strict=True) for module in layer.modules()}
 
 
 def device_map(described: ModelDescription, places: Sequence[torch.device]) -> dict[str, torch.device]:
-    """transformers' device map: the device of each layer by name, and of all else."""
+    """Return transformers' device map: the device of each layer by name, and of everything else."""
     name, _ = decoder_layers(described.shapes)
     return {"": described.device} | {f"{name}.{number}": place for number, place in enumerate(places)}
 
 
 def move(model: Any, first: torch.device, places: Sequence[torch.device]) -> None:
-    """Move the layers of ``model`` to ``places``, if there are any, and all else to ``first``."""
+    """Move the layers of ``model`` to ``places``, if there are any, and everything else to ``first``."""
     if not places:
         model.to(first)
         return
@@ -107,7 +107,7 @@ def move(model: Any, first: torch.device, places: Sequence[torch.device]) -> Non
 
 
 def connect(model: Any, first: torch.device, places: Sequence[torch.device]) -> None:
-    """Let ``model`` compute as on one device although its layers are on ``places`` and all else is on ``first``."""
+    """Make ``model`` compute as on one device although its layers are on ``places`` and the rest is on ``first``."""
     if not places:
         return
     _, layers = decoder_layers(model)
@@ -120,15 +120,15 @@ def connect(model: Any, first: torch.device, places: Sequence[torch.device]) -> 
 
 
 def note(first: torch.device, places: Sequence[torch.device]) -> str:
-    """A sentence for the user about the layers on ``places``; "" without any."""
+    """Return a sentence for the user about the layers on ``places``; "" if there are none."""
     if not places:
         return ""
     parts = (f"{number} on {device}" for device, number in Counter(places).items())
-    return f"Of {len(places)} layers are {', '.join(parts)}; all K/V and attention are on {first}."
+    return f"Its {len(places)} layers are split: {', '.join(parts)}. All K/V and attention are on {first}."
 
 
 class _Inputs:
-    """A hook that moves a layer's arguments to its ``device``, those that several layers share only once."""
+    """A hook that moves a layer's arguments to its ``device``; arguments that several layers share are moved once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -148,7 +148,7 @@ class _Inputs:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A layer's argument or result with its tensors on ``device``."""
+    """Return a layer's argument or result with its tensors on ``device``."""
     if isinstance(value, tuple):
         return tuple(_moved(each, device) for each in value)
     return value.to(device) if isinstance(value, Tensor) else value

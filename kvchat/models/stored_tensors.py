@@ -1,4 +1,4 @@
-"""Lists the tensors in a model's safetensors files, and says how its configuration says they are packed.
+"""List the tensors in a model's safetensors files and tell from its configuration how they are packed.
 
 Only the JSON object at the beginning of each file is read, without torch or transformers.
 """
@@ -20,10 +20,10 @@ from kvchat.paths import INDEX
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 COMPRESSED, TORCHAO, GGUF = "compressed-tensors", "torchao", "gguf"
-FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
-MXFP4_CAPABILITY = (7, 5)  # of a GPU: its kernels need it
-WHOLE = "model.safetensors"  # the weights of a model that has one file of them
-# The objects in an index of several weight files, and what to do if one is absent.
+FP8_CAPABILITY = (8, 9)  # GPUs whose tensor cores have float8
+MXFP4_CAPABILITY = (7, 5)  # GPUs that its kernels support
+WHOLE = "model.safetensors"  # the weights of a model with a single weight file
+# Objects in the index of several weight files, and what to do if one is missing.
 INDEXED = {
     "weight_map": "Download the model again.",
     "metadata": 'Download the model again, or add "metadata": {} to the file.',
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_headers(folder: Path, where: str) -> list[StoredTensor]:
-    """The tensors of the model in ``folder``, which messages call ``where``.
+    """Return the tensors of the model in ``folder``, which messages call ``where``.
 
     Raises:
         ModelError: a file is missing, damaged or incomplete.
@@ -53,7 +53,7 @@ def read_headers(folder: Path, where: str) -> list[StoredTensor]:
 
 
 def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
-    """The safetensors files of the model in ``folder``: all that its index names, if it has one.
+    """Return the safetensors files of the model in ``folder``: all that its index names, if it has one.
 
     Raises:
         ModelError: some are missing, or outside the folder.
@@ -67,7 +67,7 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
     shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(
-            f"{where} names weights outside it.",
+            f"{where} refers to weights outside its folder.",
             f"{outside[0]!r}."[:200],
             "Choose another model: this one reads files that are not its own.",
         )
@@ -82,7 +82,7 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
-    """The file of each tensor of a sharded model, by name."""
+    """Return the file of each tensor of a sharded model, by tensor name."""
     content = read_json(index)
     for key, hint in INDEXED.items():
         if not isinstance(content.get(key), dict):
@@ -92,7 +92,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         ModelError: it cannot be read or is not a JSON object.
@@ -111,7 +111,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def format_hint(folder: Path) -> str:
-    """What to do about a folder without safetensors."""
+    """Return a hint about a folder without safetensors."""
     if gguf_file.models_in(folder):
         return "It has several GGUF files: name one of them."
     if (folder / "adapter_config.json").is_file():
@@ -120,7 +120,7 @@ def format_hint(folder: Path) -> str:
 
 
 def tensors(file: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file.
+    """Return the tensors of a safetensors file.
 
     Raises:
         ModelError: it cannot be read, is damaged, or ends before its last tensor.
@@ -148,7 +148,7 @@ def _tensor(name: str, dtype: str, shape: list[int], data_offsets: list[int]) ->
 
 
 def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
-    """True if transformers unpacks a checkpoint's weights while reading them, because nothing multiplies them packed.
+    """Return True if transformers unpacks a checkpoint's weights while reading, because nothing multiplies them packed.
 
     ``method`` is transformers' name of the quantization, ``capability`` the GPU's, None for a CPU.
     """
@@ -160,15 +160,15 @@ def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """transformers' name of the quantization method in a checkpoint's ``quantization_config``."""
+    """Return transformers' name of the quantization method in a checkpoint's ``quantization_config``."""
     method = config.get("quant_method", "")
     return str(getattr(method, "value", method))
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """The quantization in a checkpoint's ``quantization_config``: kvchat's name, such as "int8", else transformers'.
+    """Return the quantization in a ``quantization_config``: kvchat's name, such as "int8", else transformers'.
 
-    "" if the checkpoint is not quantized.
+    Returns "" if the checkpoint is not quantized.
     """
     method = method_of(config)
     if method == TORCHAO:
@@ -187,7 +187,7 @@ def _torchao_kind(config: Mapping[str, Any]) -> str:
 
 
 def owner(name: str) -> str:
-    """The name of the module that a tensor belongs to; a bias, which is never packed, is its own.
+    """Return the name of the module that a tensor belongs to; a bias, which is never packed, is its own.
 
     bitsandbytes names constants ``MODULE.weight.CONSTANT``; tensors in mxfp4 are ``NAME_blocks`` and ``NAME_scales``.
     """

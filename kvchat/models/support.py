@@ -1,7 +1,7 @@
-"""Refuses models that kvchat cannot run, by configuration, class and tensors; imports the class that runs a checkpoint.
+"""Refuse models that kvchat cannot run, by configuration, class and tensors; import the class that runs a checkpoint.
 
 Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. If transformers has a
-causal language model that reads such a checkpoint's text tensors kvchat uses that. Otherwise it uses the full class
+causal language model that reads such a checkpoint's text tensors, kvchat uses that. Otherwise it uses the full class
 without the modules that text does not pass through: they are removed while the model is on the meta device, and
 transformers reads only the remaining tensors from the files.
 """
@@ -46,13 +46,13 @@ OF_ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
-WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # of a scheme
+WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # that distinguish schemes
 DRAWING = ("normal_", "uniform_")  # torch's functions that initialize weights
 VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, besides the experts for text
 
 
 def model_class(config: Any) -> tuple[Any, Any]:
-    """transformers' class for the text of a checkpoint's ``config``, and the configuration to build it with.
+    """Return transformers' class for the text of a checkpoint's ``config``, and the configuration to build it with.
 
     Raises:
         ModelError: there is none, or kvchat cannot run it.
@@ -79,41 +79,41 @@ def model_class(config: Any) -> tuple[Any, Any]:
 
 
 def refusal(config: Any, model_class: Any) -> str | None:
-    """The reason to refuse a model of transformers' ``config`` and ``model_class``; None if there is none."""
+    """Return why kvchat refuses a model of transformers' ``config`` and ``model_class``; None if it does not."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        return "It is an encoder-decoder; kvchat drives decoders only"
+        return "It is an encoder-decoder; kvchat runs only decoders"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
     if needed := _needed_besides_text(model_class):
         return f"transformers' code for it cannot read text alone: it needs {' and '.join(needed)}"
-    if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
+    if not hasattr(text, "num_hidden_layers"):  # in blt and pi0 each part has its own layers
         return "Its configuration does not say how many layers it has"
     if model_class._is_stateful and not is_recurrent(config):
-        return "It keeps a recurrent state in its own way, which cannot be rolled back to an earlier token"
+        return "It keeps a recurrent state of its own kind, which cannot be rolled back to an earlier token"
     if hasattr(model_class, "_setup_cache"):  # allocates the state in the layers
         return IN_LAYERS
     if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     if not attending_layers(config):
-        return "None of its layers attends, so there are no K/V to keep"
+        return "None of its layers attends, so there are no K/V to store"
     if not getattr(text, "max_position_embeddings", None):
         return "Its configuration does not say how many tokens it can read"
     return None
 
 
 def _needed_besides_text(model_class: Any) -> list[str]:
-    """The inputs that a forward of the class requires besides tokens, such as BLIP-2's images."""
+    """Return the inputs other than tokens that a forward of the class requires, such as BLIP-2's images."""
     inputs = list(inspect.signature(model_class.forward).parameters.values())[1:]
     needed = (each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD)
     return [each.name for each in needed if each.name != "input_ids"]
 
 
 def check_quantization(config: Any, name: str) -> None:
-    """Refuse a checkpoint that transformers would read as unquantized, or as quantized in another way.
+    """Refuse a checkpoint that transformers would read as unquantized or as quantized differently.
 
     Raises:
-        ModelError: its configuration names a method that transformers does not know, or none, or several schemes.
+        ModelError: its configuration names no method, an unknown one, or several schemes.
     """
     from transformers.utils.quantization_config import QuantizationMethod
 
@@ -135,7 +135,7 @@ def check_quantization(config: Any, name: str) -> None:
 
 
 def _has_several_schemes(section: dict[str, Any]) -> bool:
-    """True if layers have several schemes, or experts do: transformers applies one to all layers and one to experts."""
+    """Return True if layers or experts have several schemes: transformers applies one to all layers, one to experts."""
     schemes: dict[bool, set[str]] = {True: set(), False: set()}
     with suppress(AttributeError, KeyError, TypeError):
         for group in section["config_groups"].values():
@@ -146,13 +146,13 @@ def _has_several_schemes(section: dict[str, Any]) -> bool:
 
 
 def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> None:
-    """Refuse a model whose tensors are not those of its folder or GGUF file; transformers loads it anyway.
+    """Refuse a model whose tensors do not match its folder or GGUF file; transformers would load it anyway.
 
-    It fills tensors that are absent from the files or have another shape there with random numbers, and ignores
+    transformers fills tensors that are missing or have another shape in the files with random numbers, and ignores
     tensors that the model lacks.
 
     Raises:
-        ModelError: tensors are absent from the files or of other shapes, or some of its decoder are ignored.
+        ModelError: tensors are missing from the files or have other shapes, or decoder tensors are ignored.
     """
     name = type(model).__name__
     wrong, hint = (
@@ -161,7 +161,7 @@ def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> Non
     )
     if missing := sorted(loading_info["missing_keys"]):
         wrong, hint = "are incomplete", "Download the model again."
-        detail = f"They lack {count(len(missing), 'tensor')} of the model, such as {missing[0]}."
+        detail = f"They lack {count(len(missing), 'tensor')} that the model needs, such as {missing[0]}."
     elif unlike := sorted(loading_info.get("mismatched_keys", ())):
         key, *shapes = unlike[0]
         stored, expected = ("x".join(map(str, shape)) for shape in shapes)
@@ -170,7 +170,7 @@ def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> Non
         detail = f"{name} has no place for {count(len(ignored), 'tensor')}, such as {ignored[0]}."
     else:
         return
-    if source.is_file():  # a GGUF file, whose table of tensors was complete
+    if source.is_file():  # a GGUF file; its table of tensors was complete
         hint = "Use the model's safetensors, or a newer transformers."
         raise ModelError(f"transformers cannot read {source} as {name}.", detail, hint)
     raise ModelError(f"The weights in {source} {wrong}.", detail, hint)
@@ -209,7 +209,7 @@ def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
 
 
 def cannot_run(model: Any, reason: str) -> ModelError:
-    """The error for a model whose forward kvchat cannot use."""
+    """Return the error for a model whose forward kvchat cannot use."""
     return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
 
 
@@ -225,7 +225,7 @@ def explained(name: str, what: str) -> Iterator[None]:
 
 
 def unreadable(name: str, what: str, error: Exception) -> ModelError:
-    """The refusal of a model because transformers raised ``error`` while it read ``what``."""
+    """Return the error for a model after transformers raised ``error`` while reading ``what``."""
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} cannot be loaded.",
@@ -249,10 +249,10 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
-    """The ``unexpected`` tensors that the decoder would have computed with.
+    """Yield the ``unexpected`` tensors that the decoder would have used.
 
     Encoders and other heads may be ignored, and so may layers that draft further tokens (they merge hidden state and
-    embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers; transformers does not
+    embedding with an ``eh_proj``). Quantizers store their own tensors in the decoder's layers; transformers does not
     record that weights it unpacked were quantized.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -273,7 +273,7 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
 
 
 def _layer_prefix(model: Any, layers: int) -> str:
-    """The name of the decoder's list of layers, such as "model.layers."."""
+    """Return the prefix of the decoder's layers, such as "model.layers."."""
     decoder = model.get_decoder()
     stacks = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == layers)
     stack = next(stacks, None)
@@ -281,10 +281,10 @@ def _layer_prefix(model: Any, layers: int) -> str:
 
 
 def _layer_of(key: str, prefix: str) -> int | None:
-    """The layer of a tensor; None if it belongs to none.
+    """Return the layer of a tensor; None if it belongs to none.
 
-    Files of a model without a head omit the first part of the prefix. Tensors of a GGUF file that transformers has no
-    name for keep the file's names.
+    Files of a model without a head omit the first part of the prefix. Tensors of a GGUF file for which transformers has
+    no name keep the file's names.
     """
     for start in (prefix, prefix.partition(".")[2], LAYER):
         number = key.removeprefix(start).partition(".")[0]
@@ -294,14 +294,14 @@ def _layer_of(key: str, prefix: str) -> int | None:
 
 
 def find(config: Any) -> tuple[Any, Any] | None:
-    """transformers' class for the text of models with this ``config``, and the configuration to build it with.
+    """Return transformers' class for the text of models with this ``config``, and the configuration to build it with.
 
     None if transformers has no class that generates text.
     """
     from transformers.models.auto import modeling_auto as auto
 
     text = config.get_text_config(decoder=True)
-    # Files of torchao's weights repeat their names in the metadata, which transformers does not map.
+    # torchao's files repeat tensor names in their metadata, which transformers does not map.
     causal = {} if text is not config and own_method(config) == "torchao" else auto.MODEL_FOR_CAUSAL_LM_MAPPING
     whole = causal.get(type(config), None)
     if whole is not None and (text is config or not hasattr(whole, "get_image_features")):
@@ -315,7 +315,7 @@ def find(config: Any) -> tuple[Any, Any] | None:
 
 
 def note(config: Any) -> str:
-    """A note to the user that only the text part of a checkpoint is used; "" if it has no other part."""
+    """Return a note for the user that only the text part of a checkpoint is used; "" if it has no other part."""
     # DBRX also has sections for parts of its layers, without a model type.
     types = {name: getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs}
     parts = [name.removesuffix("_config") for name, kind in types.items() if kind and name != "text_config"]
@@ -324,7 +324,7 @@ def note(config: Any) -> str:
 
 
 def _inherited(config: Any, text: Any) -> Any:
-    """The text configuration, completed by what only the whole one says about the weights."""
+    """Return the text configuration, completed by what only the whole one says about the weights."""
     if text is config:
         return text
     quantized = getattr(config, "quantization_config", None)
@@ -336,7 +336,7 @@ def _inherited(config: Any, text: Any) -> Any:
 
 
 def _reads_whole_checkpoints(text: Any) -> bool:
-    """True if transformers maps the tensor names of a whole checkpoint to those of the text configuration's class."""
+    """Return True if transformers maps a whole checkpoint's tensor names to those of the text configuration's class."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     changes = get_checkpoint_conversion_mapping(text.model_type) or ()
@@ -350,7 +350,7 @@ class _Stub(nn.Module):
 
 
 def _without_encoders(model_class: Any) -> Any:
-    """A subclass with only the decoder and the head, under the same name for transformers."""
+    """Return a subclass with only the decoder and the head, which has the same name for transformers."""
 
     class TextPart(model_class):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (
@@ -372,7 +372,7 @@ def _without_encoders(model_class: Any) -> Any:
 
 
 def _set_encoders_eager(config: Any) -> None:
-    """Build encoders with transformers' own attention: a few cannot be built with another."""
+    """Build encoders with transformers' own attention: some cannot be built with another."""
     text = config.get_text_config(decoder=True)
     for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
         if part.get_text_config(decoder=True) is not text:
@@ -391,9 +391,7 @@ def _keep_only(module: nn.Module, kept: set[Any]) -> None:
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
-    """``module`` with its names but without tensors: transformers looks them up when it splits a tensor of the files
-    into experts for text and for vision.
-    """
+    """Return ``module`` without tensors but with its names, by which transformers splits text and vision experts."""
     empty = _Stub()
     for name in (*module._parameters, *module._buffers):
         empty.register_parameter(name, None)
@@ -402,20 +400,20 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     return empty
 
 
-# ---- imports, and models on the meta device -----------------------------------------------------
+# ---- imports, and models on the meta device
 
 
 def import_transformers() -> None:
-    """Import transformers' model classes without optional dependencies, which take longer to import than they do.
+    """Import transformers' model classes without optional dependencies, whose import takes longer than theirs.
 
     These are torch's compiler, whose decorators mark functions; torchao, of which transformers' quantizer needs one
-    function, to write files; and distributed tensors. The compiler and torchao are imported when something else of
-    them is used; functions that were not marked stay so.
+    function, to write files; and distributed tensors. The compiler and torchao are imported when something else of them
+    is used; functions that were not marked stay unmarked.
     """
     from transformers import utils
     from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
 
-    utils.direct_transformers_import = lambda path: sys.modules["transformers"]  # in place of a second import
+    utils.direct_transformers_import = lambda path: sys.modules["transformers"]  # instead of a second import
     if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
         return
     own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
@@ -423,7 +421,7 @@ def import_transformers() -> None:
     is_torch_distributed_available()  # caches the result
     torch.distributed.is_available = own
     sys.modules.update({name: Later(name, known, COMPILER) for name, known in COMPILER.items()})
-    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # makes its import fail
     is_torchao_available.cache_clear()
     try:
         importlib.import_module("transformers.modeling_layers")
@@ -454,12 +452,12 @@ def _index_by_tensors() -> Any:
 COMPILER: dict[str, dict[str, Any]] = {
     "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
-    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
+    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes as numbers
 }
 
 
 class WithoutMemory(TorchFunctionMode):
-    """In this block models on the meta device do not initialize weights, and ``torch.arange`` runs on the CPU.
+    """In this block, models on the meta device do not initialize weights, and ``torch.arange`` runs on the CPU.
 
     torch's own functions for both on the meta device are in Python and import its compiler. A function of tensors on
     both devices returns one on the meta device.
@@ -479,7 +477,7 @@ class WithoutMemory(TorchFunctionMode):
             return on_meta[0]
         try:
             return function(*args, **options)
-        except RuntimeError:  # torch refuses tensors of two devices
+        except RuntimeError:  # torch refuses tensors on two devices
             if not on_meta:
                 raise
             return function(*map(_to_meta, args), **{name: _to_meta(value) for name, value in options.items()})

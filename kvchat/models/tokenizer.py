@@ -1,4 +1,4 @@
-"""Builds tokenizers from a GGUF file's keys, as llama.cpp does, and checks tokenizers before they are used."""
+"""Build tokenizers from a GGUF file's keys, as llama.cpp does, and check tokenizers before they are used."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvchat.errors import ModelError
 from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
-SPM, BYTE_LEVEL, GEMMA4 = "llama", "gpt2", "gemma4"  # its names of the kinds of tokenizers
+SPM, BYTE_LEVEL, GEMMA4 = "llama", "gpt2", "gemma4"  # llama.cpp's names of the kinds of tokenizers
 SPACE = "▁"
-MAX_MERGED = 512  # longest token whose merges are computed: their time grows with the square of the length
+MAX_MERGED = 512  # longest token whose merges are computed: the time grows with the square of the length
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 SPECIAL = {
@@ -25,12 +25,12 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Defaults for a vocabulary of the kind "llama".
+# Defaults for a vocabulary of kind "llama".
 SPM_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that leave the text behind them as it is
-# ---- pre-tokenizers --------------------------------------------------------------------------------
-# Regular expressions that split a text, one after the other, before merges are applied; the text between two matches is
-# a piece too.
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # control tokens of Phi-3 that do not swallow the following spaces
+# ---- pre-tokenizers
+# Regular expressions that split a text, one after another, before merges are applied. The text between two matches is a
+# piece too.
 _CONTRACTIONS = r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,7 +43,7 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDINGS}"
 )
-# Capital, small and other letters of scripts that have both.
+# Uppercase, lowercase and other letters of scripts that have both cases.
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u1F5F-\u1F7Dᾀ-ᾴᾶ-ᾼ\u1FBEῂ-ῄῆ-ῌ\u1FD0-\u1FD3\u1FD6-\u1FDBῠ-Ῥῲ-ῴ"
     r"ῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212A-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
@@ -54,13 +54,13 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 GPT2 = (_GPT2,)
 DIGITS = (r"\p{N}", _GPT2)
 _OF_LLAMA3 = "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"
-WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # a piece that is a token is not built by merges
+WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # a piece that is a token is not built from merges
 # By default a text begins with "bos".
 BEGIN = {*WHOLE_PIECES, "chameleon"}
 
 
 def _words(numbers: str, letters: str = r"\p{L}", marks: str = _MARKS) -> str:
-    """Contractions, words with one mark before them, ``numbers``, marks, and spaces."""
+    """Return a pattern for contractions, words after at most one mark, ``numbers``, marks, and spaces."""
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{numbers}|{marks}|{_ENDINGS}"
 
 
@@ -127,7 +127,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 
 
 class GgufTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
-    """A tokenizer for transformers, whose own constructor would copy a large vocabulary for seconds."""
+    """A tokenizer for transformers, whose own constructor would take seconds to copy a large vocabulary."""
 
     def __init__(self, built: Tokenizer, **kwargs: Any) -> None:
         self._tokenizer = built
@@ -142,7 +142,7 @@ class Built(NamedTuple):
 
 
 def build(file: GgufFile, name: str) -> Built:
-    """The tokenizer of the model ``name``.
+    """Build the tokenizer of the model ``name``.
 
     Raises:
         ModelError: the file has none, or its tokenizer is damaged or unknown.
@@ -155,7 +155,7 @@ def build(file: GgufFile, name: str) -> Built:
 
 
 def _template(file: GgufFile) -> str:
-    """The chat template: the default one, or else the first of those that have names."""
+    """Return the default chat template, or else the first of the named ones."""
     named = (file.text(f"{TEMPLATE}.{_decoded(name)}") for name in file.values.get(f"{TEMPLATE}s", ()))
     return file.text(TEMPLATE) or file.text(f"{TEMPLATE}.default") or next(filter(None, named), "")
 
@@ -183,7 +183,7 @@ class _Vocabulary:
             raise self._refusal(f"It has {len(self.tokens):,} tokens and embeddings for {rows:,}.")
 
     def tokenizer(self) -> tuple[Tokenizer, list[str]]:
-        """The tokenizer, and notes for the user."""
+        """Build the tokenizer; also return notes for the user."""
         ids = {token: id for id, token in enumerate(self.tokens)}
         if self.kind == BYTE_LEVEL:
             built, notes = self._byte_level(ids)
@@ -197,7 +197,7 @@ class _Vocabulary:
         return built, notes
 
     def _byte_level(self, ids: dict[str, int]) -> tuple[Tokenizer, list[str]]:
-        """Merges of bytes, each written as a printable character."""
+        """Build a tokenizer that merges bytes, each written as a printable character."""
         built = Tokenizer(BPE(ids, list(self._merges(ids)), ignore_merges=self.pre in WHOLE_PIECES))
         splits = PRE_TOKENIZERS.get(self.pre, _DEFAULT)
         built.pre_tokenizer = pre_tokenizers.Sequence(
@@ -213,7 +213,7 @@ class _Vocabulary:
         return built, [f"{unknown}: texts are split by llama.cpp's default, which may not be the model's own way."]
 
     def _sentencepiece(self, ids: dict[str, int]) -> Tokenizer:
-        """Merges of characters; characters that are not tokens are written byte by byte."""
+        """Build a tokenizer that merges characters; characters that are not tokens are written as bytes."""
         merges = self._merges(ids) if self.kind == GEMMA4 else self._merges_by_score(ids)
         unknown = self.tokens[self.special["unk_token"]] if "unk_token" in self.special else None
         built = Tokenizer(BPE(ids, list(merges), byte_fallback=True, unk_token=unknown, fuse_unk=False))
@@ -227,7 +227,7 @@ class _Vocabulary:
         return built
 
     def _merges(self, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """The merges that the file lists; the first space, not counting the first character, separates the parts."""
+        """Yield the merges that the file lists; the first space after the first character separates the parts."""
         for merge in map(_decoded, self._file.values.get(f"{KEY}merges") or ()):
             at = merge.find(" ", 1)
             left, right = merge[:at], merge[at + 1 :]
@@ -235,7 +235,7 @@ class _Vocabulary:
                 yield left, right
 
     def _merges_by_score(self, ids: dict[str, int]) -> Iterable[tuple[str, str]]:
-        """The pairs of tokens that make a token, those of the highest score first."""
+        """Return the pairs of tokens that make up a token, those with the highest score first."""
         scores = self._file.values.get(f"{KEY}scores") or ()
         if len(scores) != len(self.tokens):
             raise self._refusal(f"It has {len(self.tokens):,} tokens but scores for {len(scores):,}.")
@@ -248,9 +248,9 @@ class _Vocabulary:
         ]
 
     def _add_special(self, built: Tokenizer) -> None:
-        """Make each token that the file marks as special one id in any text."""
+        """Make each token that the file marks as special a single id in any text."""
         always = {*self.special.values(), *self.ends}
-        # No key says that Phi-3's tokens take the spaces and line ends behind them.
+        # No key says that Phi-3's tokens include the spaces and line ends after them.
         takes_spaces = self.kind == SPM and self._file.architecture == "phi3"
         control, defined = [], []
         for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
@@ -285,14 +285,14 @@ def _decoded(text: bytes) -> str:
 
 
 def check(tokenizer: Any, rows: int, name: str) -> list[str]:
-    """A note if the ``tokenizer`` of the model ``name`` has more tokens than its embeddings have ``rows``.
+    """Return a note if the ``tokenizer`` of the model ``name`` has more tokens than its embeddings have ``rows``.
 
     Raises:
         ModelError: a token that the chat template may write has no embedding.
     """
     notes = []
     if len(tokenizer) > rows:
-        counts = f"Its tokenizer has {len(tokenizer):,} tokens, and the model embeddings for {rows:,}"
+        counts = f"Its tokenizer has {len(tokenizer):,} tokens, and the model has embeddings for {rows:,}"
         outside = [token.content for id, token in tokenizer.added_tokens_decoder.items() if id >= rows]
         template = str(tokenizer.chat_template or "")
         if any(token in template for token in outside):
@@ -329,7 +329,7 @@ def guarded(tokenizer: Any) -> Any:
 
 @contextmanager
 def explained_panics() -> Iterator[None]:
-    """Raise the library's panics, which are not ``Exception``s, as kvchat's own error.
+    """Turn the library's panics, which are not ``Exception``s, into kvchat's own error.
 
     Raises:
         ModelError: the tokenizer failed.

@@ -1,7 +1,7 @@
-"""Computes the memory of a model's loaded weights from the headers of its files.
+"""Compute the memory of a model's loaded weights from the headers of its files.
 
 The list of models, the plan and the check before loading use it; it needs neither torch nor a model's class. Tensors
-that are in no file, such as rotary frequencies, are not counted: they have a few hundred bytes.
+that are in no file, such as rotary frequencies, are not counted: they take a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 PLAIN = ("F64", "F32", "F16", "BF16")  # a module with other dtypes is packed
 LINEAR, EXPERT, EMBEDDING, HEAD, UNPACKABLE, REST = "linear", "expert", "embedding", "head", "unpackable", ""
 IN_FILE = "in the file"  # the packing of weights that stay as they are in the file
-# Patterns of tensors' names, checked with 99 multimodal classes of transformers 5.23.
+# Patterns of tensor names, checked with 99 multimodal classes of transformers 5.23.
 DRAFTING = re.compile(r"(?:^|\.)mtp\.")  # layers that draft further tokens
-MASKS = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")  # causal ones, which GPT-2 and its kin once stored
+MASKS = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")  # causal ones, stored by GPT-2 and relatives
 ENCODERS = re.compile(  # and modules that connect them to the text
     r"(?:^|[._])(?:vision|visual|image|img|video|audio|speech|sound|vqmodel|\w*projector|aligner|connector|resampler"
     r"|merger|qformer|mlp1|talker|token2wav|code2wav)(?:[._]|$)"
@@ -35,30 +35,30 @@ HEADS = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
 TABLES = re.compile(r"(?<!un)emb|(?:^|\.)w[tp]e$")  # also of positions and layers; never packed
 EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # stacks, not Linears, once loaded
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
-PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
+PARTS = {"text_config", "vision_config", "audio_config"}  # sections of a multimodal model's configuration
 WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # their matrices are Conv1Ds, which are never packed
-OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # computed in other ways, and never packed
+OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # computed differently, and never packed
 GGUF_MLP = "blk.0.ffn_up.weight"
 PACKED_BITS = 4  # of compressed-tensors' packed weights if the configuration does not say
 
-# The quantizations in order of preference: on a CPU int4 needs no package, on a GPU nf4 is more exact.
+# Quantizations in order of preference: on a CPU int4 needs no package, on a GPU nf4 is more accurate.
 CHOICES = {"cpu": ("none", "int8", "int4", "nf4"), "cuda": ("none", "int8", "nf4", "int4")}
 OF_UNPACKED = ("none", "int8", "int4")  # kvchat packs no nf4 from weights that were unpacked
-# The default quantization for weights that loading unpacks, by the most bits that an element of the layers may have in
+# The default quantization for weights that loading unpacks, with the most bits per element that the layers may have in
 # the files: int4 for Q4_K_M, int8 for Q8_0.
 AT_MOST = {"int4": 5.0, "int8": 9.0}
 MOSTLY = 0.5  # of the layers' weights: packing fewer would lose precision and save hardly any memory
-NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale per 64
-# On a CPU 32 weights of a row share constants; in int8 a row that cannot be divided into groups has one scale.
+NF4_BYTES = 0.5 + 4 / 64  # per weight, with bitsandbytes' scale per 64
+# On a CPU, 32 weights of a row share constants; an int8 row that cannot be divided into groups has one scale.
 GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 4, 4
 INT4_ROWS, STACKED = 16, 64  # required multiples: of rows for int4, of an expert's elements in a stack for int8
-# On a GPU: int8 has a scale per row; torchao's int4 has a scale and a zero point per 128 weights, and is padded.
+# On a GPU, int8 has a scale per row; torchao's int4 has a scale and a zero point per 128 weights, and is padded.
 GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 4, 128, 4, (8, 1024)
-INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
+INT4_CAPABILITY = (8, 0)  # GPUs whose tensor cores have bfloat16
 
 
 class Place(NamedTuple):
-    """The device that multiplies the weights: "cpu" or "cuda", and a GPU's compute capability if it is known."""
+    """The device that multiplies the weights: "cpu" or "cuda", and a GPU's compute capability if known."""
 
     device: str
     capability: tuple[int, int] | None = None
@@ -67,8 +67,8 @@ class Place(NamedTuple):
 class Part(NamedTuple):
     """A matrix ``[rows, columns]`` of a model; a tensor of another shape counts as one column.
 
-    ``kind`` is ``LINEAR`` to ``REST``. ``packed`` is its size in the files, in bytes with its constants, if it is
-    packed there. If the format is unknown ``rows`` and ``columns`` are 0.
+    ``kind`` is ``LINEAR`` to ``REST``. ``packed`` is the size in the files, in bytes with constants, if it is packed
+    there. If the format is unknown, ``rows`` and ``columns`` are 0.
     """
 
     kind: str
@@ -82,9 +82,9 @@ class Weights:
     """The weights of the text part of a model.
 
     Attributes:
-        nbytes: the size of the files.
-        dtype: of most elements; of the arithmetic in a quantized checkpoint.
-        parts: how many there are of each.
+        nbytes: size of the files.
+        dtype: of most elements; in a quantized checkpoint that of the arithmetic.
+        parts: number of parts of each kind.
         method: transformers' name of the quantization; "gguf" for a GGUF file.
         quantization: kvchat's name of it, or else transformers'; "" for a GGUF file.
         mlp: elements of the MLP's first matrix; 0 if unknown.
@@ -107,22 +107,22 @@ class Weights:
         return self.quantization or self.dtype
 
     def is_unpacked(self, place: Place) -> bool:
-        """True if loading unpacks them, because ``place`` cannot multiply them as they are stored."""
+        """Return True if loading unpacks the weights, because ``place`` cannot multiply them as stored."""
         return is_unpacked(self.method, place.capability)
 
     def stays_packed(self, place: Place) -> bool:
-        """True if ``place`` multiplies them as they are stored."""
+        """Return True if ``place`` multiplies the weights as stored."""
         return bool(self.method) and not self.is_unpacked(place)
 
     def loaded_bytes(self, quantize: str, dtype: str, place: Place) -> int:
-        """Bytes once they are loaded: unpacked parts in ``dtype``, parts that stay packed as in the files."""
+        """Return the loaded bytes: unpacked parts in ``dtype``, parts that stay packed as in the files."""
         item, total = ITEM_BYTES[dtype], 0
         for part, count in self.parts.items():
             total += count * _bytes(part, self._packing(part, quantize, place), item, place)
         return total
 
     def by_quantization(self, dtype: str, place: Place) -> dict[str, int]:
-        """Bytes once they are loaded, by possible quantization; weights that stay packed have only their own."""
+        """Return the loaded bytes by possible quantization; weights that stay packed have only their own."""
         if self.stays_packed(place):
             return {self.method: self.loaded_bytes("none", dtype, place)}
         possible = [name for name in CHOICES[place.device] if name != "int4" or _multiplies_int4(dtype, place)]
@@ -131,9 +131,9 @@ class Weights:
         return {name: self.loaded_bytes(name, dtype, place) for name in possible}
 
     def by_default(self, dtype: str, place: Place) -> str:
-        """The quantization that keeps weights about as small as their files if loading unpacks them; else "none".
+        """Return the quantization that keeps weights about as small as their files; "none" unless loading unpacks them.
 
-        "none" too if most weights could not be packed, such as a mixture's experts on a GPU.
+        Also "none" if most weights cannot be packed, such as a mixture's experts on a GPU.
         """
         if not self.is_unpacked(place):
             return "none"
@@ -142,7 +142,7 @@ class Weights:
         return next((name for name in small if self.unpackable_share(name, place) < MOSTLY), "none")
 
     def unpackable_share(self, quantize: str, place: Place) -> float:
-        """The share of the layers' weights that ``quantize`` cannot pack."""
+        """Return the share of the layers' weights that ``quantize`` cannot pack."""
         packed = total = 0
         for part, count in self.parts.items():
             if part.kind in (LINEAR, EXPERT, UNPACKABLE):
@@ -152,7 +152,7 @@ class Weights:
         return 1 - packed / max(1, total)
 
     def read_bytes(self, quantize: str, dtype: str, place: Place) -> int | None:
-        """Bytes that one token reads; None for a mixture of experts, where it reads only some."""
+        """Return the bytes that one token reads; None for a mixture of experts, where it reads only some."""
         if self._of(EXPERT):
             return None
         tables = self._of(EMBEDDING) if self._of(HEAD) else []  # a token reads only one row
@@ -163,7 +163,7 @@ class Weights:
         return [part for part in self.parts if part.kind == kind]
 
     def _packing(self, part: Part, quantize: str, place: Place) -> str:
-        """The quantization of a loaded part; ``IN_FILE`` if it stays as it is in the file."""
+        """Return the quantization of a loaded part; ``IN_FILE`` if it stays as it is in the file."""
         stays = self.stays_packed(place)
         if stays and part.packed:
             return IN_FILE
@@ -188,7 +188,7 @@ def _multiplies_int4(dtype: str, place: Place) -> bool:
 
 
 def _bytes(part: Part, packing: str, item: int, place: Place) -> int:
-    """Bytes of a part in ``packing``; an unpacked element has ``item`` bytes."""
+    """Return the bytes of a part in ``packing``; an unpacked element has ``item`` bytes."""
     rows, columns = part.rows, part.columns
     if packing == IN_FILE:
         return part.packed
@@ -208,7 +208,7 @@ def _bytes(part: Part, packing: str, item: int, place: Place) -> int:
 
 
 def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Weights:
-    """The weights of a safetensors model, from the ``config`` in its config.json and all ``stored`` tensors.
+    """Return the weights of a safetensors model, from the ``config`` in its config.json and all ``stored`` tensors.
 
     Raises:
         ModelError: there are no tensors.
@@ -266,19 +266,19 @@ def of_gguf(file: GgufFile) -> Weights:
 
 
 def is_loaded(name: str, is_multimodal: bool) -> bool:
-    """True if a tensor is a weight of the text part of a model."""
+    """Return True if a tensor is a weight of the text part of a model."""
     return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and ENCODERS.search(name)))
 
 
 def _is_of_text(name: str, config: Mapping[str, Any]) -> bool:
-    """True if a tensor of a checkpoint with this ``config`` is loaded; a tied head is not."""
+    """Return True if a tensor of a checkpoint with this ``config`` is loaded; a tied head is not."""
     if not is_loaded(name, is_multimodal=not PARTS.isdisjoint(config)):
         return False
     text = _text(config)
     if HEADS.search(owner(name)):
         return not any(section.get("tie_word_embeddings") is True for section in (config, text))
     number = EXPERT_NUMBER.search(name)
-    if number and isinstance(text.get("moe_intermediate_size"), list):  # ERNIE 4.5 VL numbers vision's last
+    if number and isinstance(text.get("moe_intermediate_size"), list):  # ERNIE 4.5 VL numbers vision experts last
         experts = text.get("moe_num_experts")
         return int(number[1]) < (experts[0] if isinstance(experts, list) else _count(text, "moe_num_experts"))
     return True
@@ -294,7 +294,7 @@ def _plain(name: str, shape: tuple[int, ...]) -> dict[Part, int]:
 
 
 def _packed(module: str, tensors: list[StoredTensor], bits: int) -> dict[Part, int]:
-    """The parts of a module that is packed in the files; a stack of experts has several."""
+    """Return the parts of a module that is packed in the files; a stack of experts has several."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     kind = EXPERT if EXPERTS.search(module) else HEAD if HEADS.search(module) else LINEAR
     stacked, rows, columns = next(filter(None, (_unpacked_shape(tensor, bits) for tensor in tensors)), (1, 0, 0))
@@ -316,7 +316,7 @@ def _kind(module: str, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | None:
-    """The number of matrices in a tensor of a packed module, their rows and their columns; None for constants."""
+    """Return the number, rows and columns of the matrices in a tensor of a packed module; None for constants."""
     *stacked, rows, columns = (1, 1, *tensor.shape)
     if tensor.name.endswith("_blocks"):  # of mxfp4: [experts, rows, groups, 16 bytes]
         *stacked, rows, groups, columns = (1, 1, *tensor.shape)
@@ -329,7 +329,7 @@ def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | N
 
 
 def _bits(config: Mapping[str, Any]) -> int:
-    """Bits of a packed weight; the fewest if there are several kinds, so that no size is understated."""
+    """Return the bits of a packed weight; the fewest if there are several kinds, so that no size is understated."""
     try:
         found = [group["weights"]["num_bits"] for group in config["config_groups"].values()]
         return min((bits for bits in found if isinstance(bits, int) and bits > 0), default=PACKED_BITS)
@@ -338,7 +338,7 @@ def _bits(config: Mapping[str, Any]) -> int:
 
 
 def _own_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype in which a quantized checkpoint, or the text part of a multimodal one, computes, as in the engine."""
+    """Return the dtype in which a quantized checkpoint or a multimodal one's text part computes, as in the engine."""
     named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
     return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
 
@@ -349,6 +349,6 @@ def _count(config: Mapping[str, Any], key: str) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text's section of a multimodal model's configuration; the whole configuration if it has no such section."""
+    """Return the text section of a multimodal model's configuration; else the configuration itself."""
     section = config.get("text_config")
     return section if isinstance(section, dict) else config

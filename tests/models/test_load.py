@@ -234,7 +234,7 @@ DAMAGES = {
     ).unlink(),
     "model.safetensors.index.json cannot be read": lambda it: (it / INDEX).write_text("{"),
     "model-00001-of-00002.safetensors is damaged": truncated_weights,
-    "lack 1 tensor of the model, such as model.norm.weight": unlisted_tensor,
+    "lack 1 tensor that the model needs, such as model.norm.weight": unlisted_tensor,
     "do not belong to its config.json": lambda it: edit_json(it / "config.json", num_hidden_layers=3),
     "in the files, and 64x128 in LlamaForCausalLM": lambda it: edit_json(it / "config.json", intermediate_size=128),
     "has no tokenizer": lambda it: (it / "tokenizer.json").unlink(),

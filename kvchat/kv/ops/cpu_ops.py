@@ -391,8 +391,8 @@ def in_a_row(keys: Tensor, values: Tensor) -> Products:
 def mixed(full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, g: Geometry) -> Products | None:
     """Return the products with the tokens in ``table [H or 1, n]``, ascending; None if no loop can compute them.
 
-    ``places [page]`` says which pool has a page: ``full_precision [2, H, token, d]`` or ``eight_bit [page, H,
-    block_bytes]``.
+    ``places [page]`` says which pool has a page: ``full_precision [2, H, token, d]`` or
+    ``eight_bit [page, H, block_bytes]``.
     """
     size = g.dtype.itemsize
     whole = 2 * g.page * g.d % size == eight_bit_pages.block_bytes(g) % size == 0
@@ -412,8 +412,8 @@ def attended_part(
 ) -> Tensor | None:
     """Return one part of an attention, float32 ``[H, G, d_v + 1]`` with the log-sum-exp last; None without a loop.
 
-    ``query [H, G, d_k]`` attends to the tokens ``table [H, n]`` of ``keys [H, token, d_k]`` and ``values [H, token,
-    d_v]``.
+    ``query [H, G, d_k]`` attends to the tokens ``table [H, n]`` of ``keys [H, token, d_k]`` and
+    ``values [H, token, d_v]``.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None

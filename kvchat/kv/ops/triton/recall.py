@@ -284,8 +284,8 @@ def _page_shape(page: int, d: int) -> tuple[int, int, int]:
 def recall_rates(source: Tensor, target: Tensor) -> dict[int, float]:
     """Measure bytes/s that ``move_pages`` copies from host memory, by number of programs; takes a few milliseconds.
 
-    ``source [pages, 2, p, d]`` has pages of one KV head in host memory as the device sees it; ``target [2, pages, p,
-    d]`` has as many slots. Synchronizes with the device.
+    ``source [pages, 2, p, d]`` has pages of one KV head in host memory as the device sees it;
+    ``target [2, pages, p, d]`` has as many slots. Synchronizes with the device.
     """
     pages, _, p, d = source.shape
     placed = torch.arange(pages, device=target.device)
