@@ -223,7 +223,7 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
 
 
 def sampling(generation_config: Any) -> Sampling:
-    """Return the sampling that ``generation_config`` recommends; kvchat's own without one or if a field is invalid."""
+    """Return the sampling that ``generation_config`` recommends; else, or if a field is invalid, kvchat's own."""
     named = _values_named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}

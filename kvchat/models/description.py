@@ -44,7 +44,7 @@ BFLOAT16_CAPABILITY = (8, 0)  # Turing and older GPUs compute in float16 and emu
 OVERFLOWING = "gemma3"  # prefix of the types of models that overflow float16 according to their makers
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
-# A matrix below BFLOAT16_FROM may fit a cache and gain nothing; 17 MB are 1.8 times as fast (AMD EPYC, AVX-512 BF16).
+# A matrix below BFLOAT16_FROM may fit a cache and gain nothing; 17 MB gain a factor of 1.8 (AMD EPYC, AVX-512 BF16).
 ROUNDS = 5
 # bfloat16 must be clearly faster, so that the choice is stable: a saved conversation with K/V in the other dtype must
 # be processed again.

@@ -347,7 +347,7 @@ def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
 
 
 def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
-    """Do the same as ``unpack_by_package`` with compiled ``loops``."""
+    """Unpack like ``unpack_by_package``, with compiled ``loops``."""
     blocks = np.ascontiguousarray(blocks)
 
     def halves(at: int) -> Array:

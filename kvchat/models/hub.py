@@ -105,7 +105,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
-    """Return ``large_files``; none if the hub cannot be reached, as the cache may have all or the library explains.
+    """Return ``large_files``, or none if the hub cannot be reached: the library then uses the cache or explains.
 
     Raises:
         HfHubHTTPError: the hub refuses.

@@ -41,7 +41,7 @@ from kvchat.models.quantize.rows import PIECE, all_rows, is_tied, packs_head
 from kvchat.units import size
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's numbers for these settings
-LARGE = 5 * 2**18  # while weights are packed, tensors from this size on are mapped separately: more than a chunk has
+LARGE = 5 * 2**18  # while weights are packed, tensors from this size on are mapped separately: larger than a chunk
 LARGEST_THRESHOLD = 2**25  # glibc's own limit
 
 

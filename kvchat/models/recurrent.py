@@ -152,7 +152,7 @@ class RecurrentState:
 
     @torch.inference_mode()
     def keep(self, before_answer: bool = False) -> None:
-        """Take a snapshot of the state; of older snapshots fewer are kept.
+        """Take a snapshot of the state, and thin out the older ones.
 
         ``before_answer`` says that an answer begins at this token or a few tokens later. If memory is short no snapshot
         is taken, and a rollback processes more tokens again.

@@ -50,8 +50,8 @@ def needs_full_dequantization(described: ModelDescription, quantize: str) -> boo
 def choose(quantize: str, described: ModelDescription) -> Choice:
     """Return the quantization for the setting ``quantize``.
 
-    "auto" chooses about the size of the files, if loading unpacks the weights and the packages for it are installed;
-    else "none".
+    "auto" keeps about the size of the files if loading unpacks the weights and the packages for it are installed;
+    else it is "none".
 
     Raises:
         ModelError: a file is damaged, or its weights cannot be packed that way.

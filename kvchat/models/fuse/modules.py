@@ -339,7 +339,7 @@ def rotates_halves(forward: Any) -> bool:
         expected = Operations(None).rotate(query, key, cos, sin)
         pairs = zip(rotated, expected, strict=True)
         return all(torch.allclose(one, other, atol=probe.ROTATION) for one, other in pairs)
-    except Exception:  # noqa: BLE001  # it has other arguments
+    except Exception:  # noqa: BLE001  # it takes other arguments
         return False
 
 
@@ -401,7 +401,7 @@ def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
     try:
         with torch.inference_mode():
             result = type(module).forward(module, x)
-    except Exception:  # noqa: BLE001  # it has other arguments
+    except Exception:  # noqa: BLE001  # it takes other arguments
         return None
     return result if isinstance(result, Tensor) else None
 
@@ -485,7 +485,7 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
                 expected = type(module).forward(module, **given)[0]
             with attention_hook.bound(DenseManager()):
                 measured = fused(hidden, angles)
-    except Exception:  # noqa: BLE001  # it has other arguments
+    except Exception:  # noqa: BLE001  # it takes other arguments
         return False
     if measured.shape != expected.shape:
         return False
@@ -524,7 +524,7 @@ class Operations:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Multiply ``x [..., K]``, normalized by ``norm``, with ``weight [N, K]``; add ``bias`` and ``residual``."""
+        """Normalize ``x [..., K]`` by ``norm``, multiply it by ``weight [N, K]``, add ``bias`` and ``residual``."""
         if kernels := self._kernels_for(x, weight):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))

@@ -4,7 +4,7 @@ A loop multiplies one token. torch's own int8 kernel has one scale per row, whic
 Q4_K_M. It is used for rows that cannot be divided into groups of 32, and for those of torchao's checkpoints.
 
 On a GPU torchao packs rows with one scale each, but unpacks all of them to 16 bits for every token, which moves 5 bytes
-per weight; ``fuse.kernels`` read 1. For several tokens torchao's method is used.
+per weight; the kernels in ``fuse.kernels`` read 1. For several tokens torchao's method is used.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _expert(module: Any, expert: int, x: Tensor) -> Tensor:
 
 
 def _projected(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
-    """Multiply ``x [tokens, K]`` with one matrix of a stack: ``[tokens, N]``."""
+    """Multiply ``x [tokens, K]`` by one matrix of a stack: ``[tokens, N]``."""
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     rows: PackedRows | None = module.__dict__[STACKS].get(name)
     if rows is not None:

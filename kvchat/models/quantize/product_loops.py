@@ -159,7 +159,7 @@ def _prefetch(builder: Any, array: Any, index: Any, size: int) -> None:
 
 # ---- 4 bits
 def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
-    """Multiply two columns of 16 4-bit ``weights`` with one 8-bit level each; return the sums in 16 bits."""
+    """Multiply two columns of 16 4-bit ``weights`` by one 8-bit level each; return the sums in 16 bits."""
     shorts = _vector(SHORT, 16)
     if PAIRS:
         alternating = ir.Constant(_vector(WORD, 32), [at for row in range(16) for at in (row, 16 + row)])
@@ -178,7 +178,7 @@ def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
 def _by_pairs(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """Multiply a group's columns with its levels; return the sums in 32 bits, for each 16 rows one per half."""
+    """Multiply a group's columns by its levels; return the sums in 32 bits, for each 16 rows one per half."""
     bytes_, words = _vector(BYTE, width), _vector(WORD, 16)
     four, low_half = ir.Constant(bytes_, [4] * width), ir.Constant(bytes_, [15] * width)
     parts = range(2 * width // 16)
@@ -210,7 +210,7 @@ def _by_pairs(
 def _by_fours(
     builder: Any, data: Any, begin: Any, width: int, halves: tuple[Any, Any], begin_level: Any
 ) -> list[list[Any]]:
-    """Do the same as ``_by_pairs`` with instructions that add four products in 32 bits; a column has 32 bytes."""
+    """Compute ``_by_pairs`` with instructions that add four products in 32 bits; a column has 32 bytes."""
     bytes_, words = _vector(BYTE, 2 * width), _vector(WORD, 16)
     four, low_half = ir.Constant(words, [4] * 16), ir.Constant(words, [0x0F0F0F0F] * 16)
     totals: list[list[Any]] = [[ir.Constant(words, [0] * 16)] * 2 for _ in range(4)]
@@ -295,7 +295,7 @@ def four_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """Multiply ``x [K]`` with the levels ``data [N, K / 2]``, which torch packed in columns of ``width`` bytes.
+    """Multiply ``x [K]`` by the levels ``data [N, K / 2]``, which torch packed in columns of ``width`` bytes.
 
     ``scales [K / 32, N]`` are the bits of each group's scale and zero point in bfloat16. N is a multiple of 2 * width.
     x is first normalized by ``norm [K]``; ``bias [N]`` and ``residual [N]`` are added to ``out [N]``; each may be
@@ -396,7 +396,7 @@ def eight_bit_product(
     gate: int,
     out: Array,
 ) -> None:
-    """Do the same as ``four_bit_product`` with ``data [N, K]``; ``scale [N, K / 32]`` are float16 bits per group."""
+    """Compute ``four_bit_product`` for ``data [N, K]``; ``scale [N, K / 32]`` are float16 bits per group."""
     levels, steps, _ = _rounded(x, norm, eps)
     rows = np.empty(len(data), np.float32) if gate else out
     fours = len(data) // 4
@@ -409,7 +409,7 @@ def eight_bit_product(
 
 # ---- a layer without its attention
 def multiply(matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gate: int, out: Array) -> None:
-    """Multiply with a ``matrix`` from ``PackedRows.arrays``; other arguments as in ``four_bit_product``."""
+    """Multiply by a ``matrix`` from ``PackedRows.arrays``; other arguments as in ``four_bit_product``."""
 
 
 @overload(multiply)  # type: ignore[untyped-decorator]

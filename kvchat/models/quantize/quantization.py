@@ -152,7 +152,7 @@ def kind_of(config: Any) -> str:
 
 
 def own_method(config: Any) -> str:
-    """transformers' name of a checkpoint's quantization method; "" if it is not quantized."""
+    """Return transformers' name of a checkpoint's quantization method; "" if it is not quantized."""
     return stored_tensors.method_of(own_section(config))
 
 

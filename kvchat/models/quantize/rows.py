@@ -13,7 +13,7 @@ in float32.
 Short parallel loops use as many threads as other processes leave cores for. Each loop waits for its last thread, and
 next to a busy process one thread always waits for a core: on two cores with two busy processes, a token of the bundled
 model, about a hundred such loops, took 10 ms on two threads and 6.8 on one. Loading a model runs such loops too: the
-tests of the bundled one took 11.5 s and 0.5 s. The loops of a prompt are long, so it is processed on all threads.
+tests of the bundled one took 11.5 s on two threads and 0.5 s on one. A prompt has long loops and gets all threads.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class PackedRows(ABC):
         self.data, self.scales, self.bias = data, scales, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Replace the Linear's own forward."""
+        """Compute the Linear, in place of its own forward."""
         return self.multiply(x, self.bias)
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply ``x [..., K]`` with the matrix and add ``bias [N]``: ``[..., N]``."""
+        """Multiply ``x [..., K]`` by the matrix and add ``bias [N]``: ``[..., N]``."""
 
     @property
     def arrays(self) -> Arrays | None:
@@ -107,7 +107,7 @@ class PackedRows(ABC):
         residual: Tensor | None = None,
         gate: int = 0,
     ) -> Tensor | None:
-        """Multiply one token's row ``x [..., K]`` with the matrix: ``[..., N]``, or None if no loop can.
+        """Multiply one token's row ``x [..., K]`` by the matrix: ``[..., N]``, or None if no loop can.
 
         The row is first normalized by ``norm [K]``, if given; ``bias [N]`` and ``residual [..., N]`` are added. With
         ``gate``, a number of ``GATES``, the result is that gate of the first half times the second half,
@@ -233,7 +233,7 @@ def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x [..., K]`` with ``weight [N, K]`` and add ``bias [N]``: ``[..., N]``."""
+    """Multiply ``x [..., K]`` by ``weight [N, K]`` and add ``bias [N]``: ``[..., N]``."""
     if isinstance(weight, PackedRows):
         return weight.multiply(x, bias)
     if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
@@ -322,7 +322,7 @@ def _blocks(rows: int) -> int:
 
 
 class ThreadBudget:
-    """In this context torch uses one thread per core that is free for it, outside as many as before.
+    """In this context torch uses as many threads as there are free cores, afterwards as many as before.
 
     It does nothing if the device is not a CPU or ``OMP_DYNAMIC=false`` fixes the number. A sample over more than
     ``pause`` seconds is ignored, because it says little about the present.

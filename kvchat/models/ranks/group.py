@@ -36,7 +36,7 @@ class Rank:
     count: int
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of ``whole``, a copy, so that the rest can be freed."""
+        """Return a copy of this rank's part of ``whole``, so that the rest can be freed."""
         return whole.chunk(self.count, dim)[self.number].clone()
 
 

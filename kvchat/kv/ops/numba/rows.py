@@ -1,7 +1,7 @@
 """Attention and matrix products of a few tokens at once, as for verifying drafts, compiled by numba.
 
 Each key and value is read once for all rows (tokens times query heads per KV head). A vector holds 16 rows, so that one
-element of a key is multiplied with all of them at once and no sum across a vector is needed. On one thread, over 16,000
+element of a key is multiplied by all of them at once and no sum across a vector is needed. On one thread, over 16,000
 tokens with 4 KV heads of 64, 8 rows take 1.5 times as long as the two rows of one token and 32 rows 2.6 times; torch's
 products, which store the scores, take 4 to 6 times as long.
 
@@ -76,7 +76,7 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, *numbers: 
 
 
 def _scorer(vectors: int) -> Callable[..., Any]:
-    """Return code that multiplies ``vectors`` vectors of rows with the keys of ``TILE / vectors`` tokens."""
+    """Return code that multiplies ``vectors`` vectors of rows by the keys of ``TILE / vectors`` tokens."""
     tokens = TILE // vectors
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -148,7 +148,7 @@ def _adder(vectors: int) -> Callable[..., Any]:
 def _multiply_tile(
     _context: Any, x: Any, x_at: Any, weight: Any, weight_at: Any, size: Any, sums: Any, to: Any, stride: Any
 ) -> Any:
-    """Multiply ``ROWS`` rows of x with ``ROWS`` rows of the weights, of ``size`` numbers each."""
+    """Multiply ``ROWS`` rows of x by ``ROWS`` rows of the weights, of ``size`` numbers each."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, sums = _data(context, builder, signature, arguments, 0, 2, 5)
@@ -214,7 +214,7 @@ def _to_powers(scores: Array, highest: Array, totals: Array) -> None:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _score_tile(query: Array, keys: Array, at: int, stride: int, left: int, d: int, scores: Array, token: int) -> None:
-    """Multiply ``query [vectors, d, LANES]`` with the keys of a tile, from the ``token``-th of a part on.
+    """Multiply ``query [vectors, d, LANES]`` by the keys of a tile, from the ``token``-th of a part on.
 
     The tile has ``left`` tokens; the last one is scored instead of the missing ones.
     """
@@ -325,7 +325,7 @@ def attend_rows(
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=HAS_THREADS)
 def multiply(x: Array, weight: Array, result: Array) -> None:
-    """Multiply ``x [rows, size]`` with ``weight [outputs, size]`` into ``result [rows, outputs]``.
+    """Multiply ``x [rows, size]`` by ``weight [outputs, size]`` into ``result [rows, outputs]``.
 
     ``rows`` and ``outputs`` are multiples of ``ROWS``, ``size`` of ``LANES``.
     """
