@@ -256,7 +256,7 @@ def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
         return ()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if first.type == "cpu" or gpus > there:
-        why = "The model runs on the CPU." if there and first.type == "cpu" else f"torch sees {there or 'none'}."
+        why = "The model runs on the CPU." if there and first.type == "cpu" else f"torch sees {count(there, 'GPU')}."
         most = f"Use --gpus {there} or fewer" if there > 1 else "Omit --gpus"
         raise UsageError(f"{gpus} GPUs are not available.", why, f"{most}; kvchat doctor lists them.")
     numbers = [number for number in range(there) if number != first.index]

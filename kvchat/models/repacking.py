@@ -83,10 +83,10 @@ def _against(quantize: str, described: ModelDescription) -> str:
     small = by_default(described) if quantize in AT_MOST else "none"
     if small in ("none", quantize):
         return ""
-    of_file = f"the files' {described.weights.layer_bits:.1f} bits per weight"
+    of_files = f"the files have {described.weights.layer_bits:.1f} bits per weight. --quantize auto uses {small}."
     if quantize == "int8":
-        return f"int8 takes more memory than {small} and is no closer to {of_file}: auto keeps them in {small}."
-    return f"{quantize} is less than {of_file}, and answers change: auto keeps them in {small}."
+        return f"int8 takes more memory than {small} but is no more accurate: {of_files}"
+    return f"{quantize} is less accurate than the files and changes answers: {of_files}"
 
 
 def by_default(described: ModelDescription) -> str:

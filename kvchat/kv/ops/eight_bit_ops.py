@@ -29,7 +29,7 @@ class EightBitOps(TorchOps):
 
     @property
     def badges(self) -> tuple[str, ...]:
-        return (*super().badges, "8-bit pages by stock torch operations")
+        return (*super().badges, "8-bit pages with stock torch operations")
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -107,7 +107,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     @property
     def badges(self) -> tuple[str, ...]:
-        return ("8-bit pages: less memory, unpacked by the CPU at every token",)
+        return ("8-bit pages: less memory, but the CPU unpacks them at every token",)
 
     def _fills_page(self) -> bool:
         return (self._now + 1) % self.geometry.page == 0

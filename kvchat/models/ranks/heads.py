@@ -104,7 +104,7 @@ def cut(model: Any, rank: Rank, name: str, device: torch.device) -> Sums:
             whole.bias = nn.Parameter(rank.part(whole.bias, 0), requires_grad=False)
     error = relative_error(_first_layer(model), before)
     if not error <= logits_tolerance(model):
-        raise _refused(name, f"Cut by transformers' plan its first layer differs by {error:.2g} (relative)")
+        raise _refused(name, f"After the cut by transformers' plan, its first layer differs by {error:.2g} (relative)")
     return sums
 
 
@@ -117,8 +117,8 @@ def elements(model: Any, ranks: int) -> int:
 def note(kv_heads: int, ranks: int) -> str:
     """Return a sentence for the user about a model that was split."""
     return (
-        f"Its heads are split over {ranks} processes, {kv_heads} KV heads in each; figures of memory, K/V and coverage "
-        "are those of one. K/V are neither saved nor parked: another conversation is processed again."
+        f"Its heads are split over {ranks} processes, {kv_heads} KV heads in each; memory, K/V and coverage "
+        "are shown for one of them. K/V are neither saved nor parked: another conversation is processed again."
     )
 
 
