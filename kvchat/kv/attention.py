@@ -1,8 +1,7 @@
-"""Attention over the slots (decode) and over everything stored (prefill): the only softmax of kvchat.
+"""Attention over the slots (decode) and over all stored tokens (prefill), in torch.
 
-Torch reference. Query heads of one KV head are rows of one matrix, so that a step reads K and V once: on a CPU
-``scaled_dot_product_attention(enable_gqa=True)`` takes 6.2 ms a layer for one bfloat16 query over 8,192 tokens,
-packed rows take 0.8 ms.
+The query heads of a KV head are rows of one matrix, so that a step reads K and V once. On a CPU this takes 0.8 ms per
+layer for one bfloat16 query over 8,192 tokens; ``scaled_dot_product_attention(enable_gqa=True)`` takes 6.2 ms.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-# Elements of one block of prefill scores (all heads) and of a mask: they bound what a prefill's attention takes.
+# Elements of a block of prefill scores (all heads) and of a mask; these limit the memory of a prefill's attention.
 SCORE_BLOCK = 2**24
 MASK_BLOCK = 2**22
-# At its peak a block of scores exists in float32, in the model's dtype and twice as an intermediate result.
+# At the peak, a block of scores exists in float32, in the model's dtype and twice as an intermediate result.
 PREFILL_WORKSPACE = 16 * SCORE_BLOCK
-# Queries of one block at most. Larger blocks compute more scores that the mask then drops: on a CPU 256 are as fast as
-# any number for a long context and a quarter faster for a short one; a GPU needs more to be busy.
+# Maximum number of queries in a block. Larger blocks compute more scores that the mask then drops: on a CPU 256 is as
+# fast as any number for a long context and a quarter faster for a short one; a GPU needs more to be busy.
 ROWS = {"cpu": 256, "cuda": 1024}
-# Queries up to which SCORES, which reads the keys once for a group's heads, is faster on a CPU than a fused kernel:
-# 8 of them after 16,000 tokens take 10.5 ms in place of 16.3 (2 KV heads of 64), 51 of 95 (8 of 128).
+# Up to this many queries SCORES, which reads the keys once per group of heads, is faster on a CPU than a fused kernel:
+# 8 queries after 16,000 tokens take 10.5 ms instead of 16.3 (2 KV heads of size 64), or 51 instead of 95 (8 of 128).
 FEW = 8
 
 
 class Kernel(Enum):
     """The attention function of a prefill.
 
-    FLASH takes all tokens at once and no mask. SPLIT, on a CPU, does so twice, for the stored and for the new tokens:
-    0.8 of the time of MASKED for a prompt of 8,192. MASKED is a fused kernel that reads a mask, in blocks of queries to
-    bound its size. SCORES writes out all scores of a block of queries.
+    FLASH takes all tokens at once, without a mask. SPLIT, on a CPU, does this twice, for stored and for new tokens; it
+    takes 0.8 of the time of MASKED for a prompt of 8,192 tokens. MASKED is a fused kernel with a mask, run on blocks of
+    queries to limit the mask's size. SCORES computes all scores of a block of queries in memory.
     """
 
     FLASH = "flash"
@@ -46,22 +45,22 @@ class Kernel(Enum):
 
 
 class Weights:
-    """The weights of one token's attention over slots, ``[H, G, n]``."""
+    """The attention weights of one token over slots, ``[H, G, n]``."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
 
     def best(self) -> Tensor:
-        """The highest weight of a group's heads, float32 ``[H, n]``."""
+        """Return each slot's maximum weight over the heads of a group, float32 ``[H, n]``."""
         return self._weights.amax(1)
 
     def add_shares(self, total: Tensor, counted: Tensor, number: Tensor) -> None:
-        """Add to ``total [n]`` the mean over the heads of their weights as shares of an equal one.
+        """Add to ``total [n]`` each slot's weight relative to an equal share, averaged over the heads.
 
         Args:
-            total: float32, updated; there may be weights of its first slots only.
-            counted: float32 ``[n]``, 1 for the slots among which a head's weights are shared out, else 0.
-            number: how many these are, 0-d.
+            total: float32, updated; weights may cover only its first slots.
+            counted: float32 ``[n]``, 1 for the slots over which a head's weights are normalized, otherwise 0.
+            number: number of these slots, 0-d.
         """
         rows = self._weights.flatten(0, 1)
         n = rows.shape[1]
@@ -70,14 +69,14 @@ class Weights:
 
 
 class Products(NamedTuple):
-    """The two products of one token's attention, with keys and values that they know."""
+    """The two matrix products of one token's attention, with their keys and values bound."""
 
     scores: Callable[[Tensor], Tensor]  # query [H, G, d_k] -> [H, G, n]
     sums: Callable[[Tensor], Tensor]  # weights, float32 [H, G, n] -> [H, G, d_v]
 
 
 def products(keys: Tensor, values: Tensor) -> Products:
-    """The products with ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+    """Return the products with ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
 
     def scores(query: Tensor) -> Tensor:
         return torch.bmm(query, keys.transpose(1, 2))
@@ -96,15 +95,15 @@ def attend(
     sinks: Tensor | None = None,
     other_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token's attention over slots, or over what is stored.
+    """Compute one token's attention over slots or over stored tokens.
 
     Args:
         query: ``[H, G, d_k]``.
         products: with K and V of n tokens, in the order of slots or of positions.
-        bias: ``[H or 1, 1, n]``, 0 where the token may be read, else -inf; None where all may.
+        bias: ``[H or 1, 1, n]``, 0 where the token may be read, otherwise -inf; None if all may be read.
         spec: scaling and soft cap of the layer.
-        sinks: learned sink logits ``[H, G]``, where the layer has them.
-        other_part: attention to other tokens, if any: ``[H, G, d_v + 1]``, the log of its sum of exponentials last.
+        sinks: learned sink logits ``[H, G]``, if the layer has them.
+        other_part: attention to other tokens, if any: ``[H, G, d_v + 1]``, with the log-sum-exp as the last element.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
@@ -122,21 +121,21 @@ def attend(
 
 
 class Partial:
-    """One token's attention over keys that come in parts: an online softmax."""
+    """One token's attention over keys that arrive in parts (online softmax)."""
 
     def __init__(self, query: Tensor, d_v: int, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
-        """``query [H, G, d_k]`` and learned ``sinks [H, G]``, where the layer has them."""
+        """Begin with ``query [H, G, d_k]`` and learned ``sinks [H, G]``, if the layer has them."""
         self._query = query * spec.scaling
         self._spec = spec
         self._sums = query.new_zeros((*query.shape[:2], d_v), dtype=torch.float32)
         self._total = self._sums.new_zeros((*query.shape[:2], 1))
-        # Below every score, but finite: the difference of two infinities is NaN.
+        # Lower than every score, but finite, because the difference of two infinities is NaN.
         self._highest = torch.full_like(self._total, torch.finfo(torch.float32).min / 4)
         if sinks is not None:
             self._highest, self._total = sinks.float().unsqueeze(-1), self._total + 1
 
     def add(self, keys: Tensor, values: Tensor, bias: Tensor) -> None:
-        """Attend to ``keys [H, n, d_k]`` and ``values [H, n, d_v]`` too; ``bias`` as in ``attend``."""
+        """Attend also to ``keys [H, n, d_k]`` and ``values [H, n, d_v]``; ``bias`` is as in ``attend``."""
         scores = capped(torch.bmm(self._query, keys.transpose(1, 2)), self._spec).float() + bias.float()
         higher = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
         weights, shrunk = torch.exp(scores - higher), torch.exp(self._highest - higher)
@@ -145,14 +144,14 @@ class Partial:
         self._highest = higher
 
     def result(self) -> Tensor:
-        """``[H, G, d_v]`` in the dtype of the query; 0 where nothing could be read."""
+        """Return ``[H, G, d_v]`` in the query's dtype; 0 where no token could be read."""
         return (self._sums / self._total.clamp(min=torch.finfo(torch.float32).tiny)).to(self._query.dtype)
 
 
 def attend_prefill(
     query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec, kernel: Kernel | None = None
 ) -> Tensor:
-    """Exact attention of new tokens over everything stored.
+    """Compute exact attention of new tokens over all stored ones.
 
     Args:
         query: ``[H_q, n, d_k]`` of the tokens from position ``start`` on.
@@ -160,14 +159,14 @@ def attend_prefill(
         values: ``[H, start + n, d_v]``.
         start: position of the first new token.
         spec: scaling, window, soft cap and learned sinks of the layer.
-        kernel: what to attend with; the fastest that serves, where not given.
+        kernel: by default the fastest that supports the arguments.
 
     Returns:
-        ``[H_q, n, d_v]``. Takes at most ``PREFILL_WORKSPACE`` bytes beside it, however many tokens there are.
+        ``[H_q, n, d_v]``. Needs at most ``PREFILL_WORKSPACE`` bytes more, however many tokens there are.
     """
     n = query.shape[1]
     if spec.window is not None and spec.window >= start + n:
-        spec = replace(spec, window=None)  # it closes nothing
+        spec = replace(spec, window=None)  # it would mask nothing
     kernel = kernel or _fastest(query, keys, values, spec)
     if kernel in (Kernel.FLASH, Kernel.SPLIT):
         flash = _flash if kernel is Kernel.FLASH else _split
@@ -201,10 +200,10 @@ def _fastest(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    # Here, because it imports torch's compiler: 2 s, spent only where transformers has not done so already.
+    # Imported here because it imports torch's compiler, which takes 2 s unless transformers did so already.
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    # Not by causal_lower_right(n, total): it allocates 2 * n * total unused numbers.
+    # Not with causal_lower_right(n, total), which allocates 2 * n * total unused numbers.
     bias: Any = torch.empty(0).as_subclass(CausalBias)
     bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, query.shape[1], keys.shape[1]
     args = query[None], keys[None], values[None], bias
@@ -212,9 +211,9 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
 
 
 def _split(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attention to stored and to new tokens, merged by their sums of exponentials.
+    """Attend to stored and to new tokens separately, and merge both by their log-sum-exp.
 
-    The CPU's kernel masks causally only if queries and keys begin at the same token.
+    The CPU's kernel supports a causal mask only if queries and keys begin at the same token.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     query, keys, values = _grouped(query, keys, values)
@@ -243,9 +242,9 @@ def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: Att
 
 
 def _grouped(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``[H, G, n, d]`` each, without a copy: one mask serves all heads.
+    """Return each as ``[H, G, n, d]``, without a copy, so that all heads share one mask.
 
-    ``enable_gqa`` would do the same, but neither the CPU's fused kernel nor the GPU's for masks takes it.
+    ``enable_gqa`` would do the same, but neither the CPU's fused kernel nor the GPU's masked one supports it.
     """
     heads = len(keys)
     group = len(query) // heads
@@ -254,24 +253,24 @@ def _grouped(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
 
 
 def _rows(limit: int, before: int) -> int:
-    """Queries of a block that together with ``before`` earlier keys have at most ``limit`` scores; at least 1."""
+    """Return the size (at least 1) of a block of queries that has at most ``limit`` scores after ``before`` keys."""
     return max(1, (math.isqrt(before**2 + 4 * limit) - before) // 2)
 
 
 def capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    """``scores``, bounded if the layer has a soft cap."""
+    """Apply the layer's soft cap, if any, to ``scores``."""
     return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 over ``scores [H, m, n]``; learned sinks ``[H, m]`` are one more logit with no value."""
+    """Return the float32 softmax of ``scores [H, m, n]``; learned ``sinks [H, m]`` are one more logit without value."""
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
     return torch.cat((scores.float(), sinks.float().unsqueeze(-1)), -1).softmax(-1)[..., :-1]
 
 
 def causal_bias(start: int, n: int, first: int, window: int | None, like: Tensor) -> Tensor:
-    """``[n, start + n - first]``: queries from position ``start`` on, keys from position ``first`` on."""
+    """Return the mask ``[n, start + n - first]`` for queries from position ``start`` and keys from ``first`` on."""
     queries = torch.arange(start, start + n, device=like.device)[:, None]
     keys = torch.arange(first, start + n, device=like.device)[None]
     masked = keys > queries
@@ -282,11 +281,11 @@ def causal_bias(start: int, n: int, first: int, window: int | None, like: Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """One layer's attention rule; compared by identity, because a tensor has no truth value.
+    """One layer's attention rule; compared by identity, because comparing tensors does not give a truth value.
 
-    ``scaling`` multiplies q·k. With ``window`` a query at position q may attend to position kv only if
-    kv > q - window (and kv <= q, as always). ``softcap`` c bounds the scaled scores: c·tanh(score / c).
-    ``sinks`` [H_q] are learned logits that take part in the softmax and carry no value.
+    ``scaling`` multiplies q·k. With a ``window``, a query at position q attends only to positions kv > q - window (and
+    kv <= q, as always). ``softcap`` c limits the scaled scores to c·tanh(score / c). ``sinks [H_q]`` are learned logits
+    that take part in the softmax but have no value.
     """
 
     scaling: float
@@ -295,5 +294,5 @@ class AttentionSpec:
     sinks: Tensor | None = None
 
     def first_seen(self, tokens: int) -> int:
-        """The first of so many tokens that the last of them sees."""
+        """Return the first position that the last of ``tokens`` tokens sees."""
         return 0 if self.window is None else max(0, tokens - self.window)

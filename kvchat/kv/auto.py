@@ -1,18 +1,17 @@
-"""auto: the setup closest to full mode that fits and decodes a token in the time asked for.
+"""auto: chooses the setup closest to full mode that fits in memory and decodes as fast as asked.
 
-A token's time is predicted from the bytes that it reads: the weights and what the mode keeps on the device at the rate
-of its memory, what comes over the link at the link's. In unified memory (a CPU) a mode is taken to read what it would
-keep on a device. A step costs more than its bytes, so the prediction is multiplied by measured over predicted time: of
-the setup itself once it has run, else the mean of those that have.
+A token's time is predicted from the bytes that it reads: weights and slots at the rate of the device's memory, the rest
+at the rate of the link. In unified memory (a CPU) a mode is assumed to read what it would keep on a device. A step
+costs more than its bytes, so the prediction is multiplied by the setup's ratio of measured to predicted time or, until
+it has run, by the mean ratio of those that have.
 
-The order is: full mode, full mode with a part of the K/V over the link, speculative with smaller and smaller budgets,
-sync once the model's heads were measured; each is followed by itself with 8-bit pages. Only pages that get full from
-then on are quantized; those stored before stay in full precision. 8-bit pages are taken where others do not fit, or to
-halve what comes over the link; on a CPU a step with them takes 1.3 times as long. Drafts are not chosen, because their
-gain depends on the text; if the user asked for them they are measured like any step. Streaming is never chosen: it
-forgets.
+The order is: full mode, full mode with a part of the K/V over the link, speculative mode with smaller and smaller
+budgets, and sync mode if the model's heads were measured. Each is followed by the same setup with 8-bit pages, which is
+chosen if full precision does not fit, or to halve the bytes over the link; on a CPU its steps take 1.3 times as long.
+Only pages that become full later are quantized. Drafts are not chosen, because their gain depends on the text; if the
+user asked for them, they are measured like any step. Streaming is never chosen, because it forgets.
 
-Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
+Our own method. Related: llama.cpp's ``--fit`` chooses the context size, Twilight (arXiv 2502.02770) the budget.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.units import figure, size
 
 LEAST_BUDGET = AUTO_BUDGET["least"]
-# Of what is on a GPU, the share that is new at a step and comes over the link, where it was not measured yet: of
-# speculative that of an H200, of sync's following heads half is chosen anew every five steps.
+# By mode, the share of the chosen tokens that are new at a step and come over the link, until it is measured.
+# Speculative: measured on an H200. Sync: half of the following heads' tokens are chosen anew every five steps.
 NEW = {COMPARED: 0.25, SyncParameters.name: 0.1}
-EASILY = 0.8  # of the time asked for: what a setup closer to full may take to be entered again
-FORCED = 1.5  # of the time asked for: beyond it the setup changes in an answer
-NEARLY = 1.15  # of the least time: a setup as quick as this is taken before one that reads less
-WORTH = 0.9  # of the present time: what a setup may take to be entered in an answer
-EARLY = 0.75  # of RAM: what full-precision pages may take, so that 8-bit pages after them still have room
-APART = 64  # steps before a change is taken back
-WEIGHT = 0.3  # of a new measurement beside those before
-FADING = 0.1  # how far a ratio of a setup that does not run moves to the one measured now
+EASILY = 0.8  # A setup closer to full is entered again if it takes at most this share of the time asked for.
+FORCED = 1.5  # The setup changes within an answer if a token takes longer than this multiple of the time asked for.
+NEARLY = 1.15  # Setups within this factor of the fastest one are preferred to those that read less.
+WORTH = 0.9  # A setup is entered within an answer only if it takes at most this share of the current time.
+EARLY = 0.75  # Share of RAM for full-precision pages, so that 8-bit pages after them still have room.
+APART = 64  # minimum number of steps before a change is undone
+WEIGHT = 0.3  # weight of a new measurement in the running average
+FADING = 0.1  # how far the ratios of other setups move towards the one measured now
 UNDECIDED = "auto: chooses at the next question"
 EIGHT_BIT, OVER_LINK = " with 8-bit pages", " from RAM"
 
 Merged = Callable[[str, Params], ModeParameters]
-"""A mode's parameters: those that the user asked for, with changes over them."""
+"""Returns a mode's parameters: what the user asked for, overridden by the given changes."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates ``read`` and ``link`` in bytes/s, the last 0 where there is none; ``weights``: bytes that a token reads.
+    """Rates of the device's memory (``read``) and the link (0 if there is none) in bytes/s, and memory in bytes.
 
-    ``device_free`` and ``host_free`` are the bytes that K/V may take, with those that they take now. ``new``, by mode,
-    is the share of what it chooses that comes over the link at a step. ``cpu`` is the rate at which the CPU attends to
-    full-precision K/V in RAM while the link is busy; 0 if it does not.
+    A token reads ``weights`` bytes of weights. ``device_free`` and ``host_free`` are what K/V may take, including what
+    they take now. ``new`` is, by mode, the share of the chosen tokens that come over the link at a step. ``cpu`` is the
+    rate in bytes/s at which the CPU attends to full-precision K/V in RAM while the link is busy; 0 if it does not.
     """
 
     read: float
@@ -71,9 +70,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Of ``tokens`` at the end of the answer, those stored so far in ``full_precision`` and in ``quantized`` pages.
+    """A conversation that will have ``tokens`` tokens; ``full_precision`` and ``quantized`` ones are stored already.
 
-    ``quantizes``: the user asked for 8-bit pages. The first ``system_tokens`` are the system prompt, ``pins`` the
+    ``quantizes``: the user asked for 8-bit pages. The first ``system_tokens`` are the system prompt; ``pins`` are the
     positions of pinned messages' tokens.
     """
 
@@ -87,11 +86,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Setup:
-    """A mode's parameters, whether pages that get full are ``quantized``, and whether a part is read ``over_link``.
+    """A mode's parameters, whether full pages are quantized, and whether a part of the K/V is read over the link.
 
-    Two setups are equal if these are. ``seconds`` is a token's predicted time, ``saved_seconds`` less than without the
-    CPU's share of full mode's attention; ``link_seconds`` is what the link would add without that share, beyond what is
-    staged meanwhile. ``lacks`` says what does not fit, if anything.
+    Two setups are equal if these are. ``seconds`` is a token's predicted time. If the CPU takes a share of full mode's
+    attention, this saves ``saved_seconds``; without it the link would add ``link_seconds``, beyond the staged copies.
+    ``lacks`` says what does not fit, if anything.
     """
 
     parameters: ModeParameters
@@ -104,12 +103,12 @@ class Setup:
 
     @property
     def kind(self) -> str:
-        """Setups of one kind share a correction; those with 8-bit pages are of the same kind."""
+        """The kind of a setup; setups of one kind, with or without 8-bit pages, share a ratio."""
         return f"{self.parameters.name}{OVER_LINK * self.over_link}"
 
     @property
     def suffix(self) -> str:
-        """Where and how the K/V are read, in words: `` from RAM with 8-bit pages``."""
+        """How the K/V are read: `` from RAM with 8-bit pages``."""
         return f"{OVER_LINK * self.over_link}{EIGHT_BIT * self.quantizes}"
 
     @property
@@ -126,7 +125,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setup, the ``seconds`` that a token should take in it, and a ``line`` that says what was chosen and why."""
+    """A chosen setup, the ``seconds`` that a token should take, and a ``line`` that says what was chosen and why."""
 
     setup: Setup
     seconds: float
@@ -137,13 +136,13 @@ class Choice:
 def setups(
     machine: Machine, geometry: Geometry, traits: ModelTraits, conversation: Conversation, merged: Merged
 ) -> list[Setup]:
-    """All setups to decode at the end of a conversation, the closest to full first."""
+    """Return all setups for decoding at the end of a conversation, the closest to full first."""
     costs = Costs(machine, geometry, traits, conversation)
     found = list(_reading_everything(costs, merged(REFERENCE, {})))
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
             found += [costs.setup(merged(name, changes), quantizes) for quantizes in costs.pages]
-        except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
+        except KvchatError:  # the user's window exceeds a small budget, or the model has one layer
             continue
     return found
 
@@ -161,9 +160,9 @@ def _reading_everything(costs: Costs, parameters: ModeParameters) -> Iterator[Se
 
 
 def _choosing(costs: Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
-    """Modes that choose what a token reads; a budget that the user gave is the largest.
+    """Yield the modes that choose what a token reads; a budget that the user gave is the largest.
 
-    The list does not depend on the conversation's length, so the setup in force is always in it.
+    The list does not depend on the conversation's length, so it always contains the current setup.
     """
     half, given = costs.traits.context // 2, getattr(asked, "budget", None)
     budgets = [2**power for power in range(half.bit_length() - 1, LEAST_BUDGET.bit_length() - 2, -1)]
@@ -183,7 +182,7 @@ class Costs:
 
     @property
     def apart(self) -> Geometry:
-        """The geometry with a device of its own: what a mode keeps there is what a token reads."""
+        """The geometry with separate device memory: a token reads what a mode keeps there."""
         return replace(self.geometry, unified=False)
 
     @property
@@ -192,17 +191,17 @@ class Costs:
 
     @property
     def pages(self) -> tuple[bool, ...]:
-        """Whether pages may be quantized, in order; they must be if the user asked for it."""
+        """The values of ``quantizes`` to try, in order; only True if the user asked for it."""
         return (True,) if self.conversation.quantizes else (False, True)
 
     def mode(self, parameters: ModeParameters, geometry: Geometry) -> Mode:
-        """A mode with the conversation's pinned messages."""
+        """Build a mode with the conversation's pinned messages."""
         mode = build(parameters, geometry, self.traits, self.conversation.system_tokens)
         mode.pin(self.conversation.pins)
         return mode
 
     def setup(self, parameters: ModeParameters, quantizes: bool) -> Setup:
-        """A mode whose slots are what a token reads; what it spills is not counted.
+        """Return the setup of a mode that reads exactly its slots, without any spill.
 
         Raises:
             KvchatError: the mode cannot run with these parameters.
@@ -212,13 +211,13 @@ class Costs:
         read = plan.device_bytes(self.apart)
         seconds = (m.weights + read) / m.read
         if m.link and (new := m.new.get(parameters.name)):
-            chosen = sum(layout.kv_bytes(g, layout.pages * g.page) for layout in plan.layouts)  # slots that come and go
-            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of it, not all
+            chosen = sum(layout.kv_bytes(g, layout.pages * g.page) for layout in plan.layouts)  # in page slots
+            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of this, not all
         held = self.mode(parameters, g).plan(self.capacity).device_bytes(g)
         return Setup(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 
     def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int, staged: int) -> Setup:
-        """Full mode that reads all but the last ``resident`` tokens over the link.
+        """Return the setup of full mode that reads all but the last ``resident`` tokens over the link.
 
         In each layer the first ``staged`` full-precision tokens are copied while those on the device are read.
         """
@@ -234,7 +233,7 @@ class Costs:
         return Setup(parameters, quantizes, seconds + link - saved, True, lacks, link, saved)
 
     def _saved_on_cpu(self, given: float | None, nbytes: float, link_s: float) -> float:
-        """Seconds of ``link_s`` that the CPU saves by a share of the ``nbytes`` in RAM: ``given``, else by rates."""
+        """Return the seconds of ``link_s`` saved if the CPU attends to the ``given`` (or best) share of ``nbytes``."""
         m, layers = self.machine, self.geometry.layers
         if not (m.cpu and m.link):
             return 0.0
@@ -245,12 +244,12 @@ class Costs:
         return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.cpu) - rates.TURN_S * layers
 
     def _share(self, quantizes: bool) -> float:
-        """Bytes of the host pool's K/V over those in full precision."""
+        """Return the bytes of the host pool's K/V relative to full precision."""
         quantized = self._quantized(quantizes) / max(self.conversation.tokens, 1)
         return 1 - quantized * (1 - eight_bit_pages.share(self.geometry))
 
     def _quantized(self, quantizes: bool) -> int:
-        """Tokens in 8-bit pages at the end of the conversation."""
+        """Return the tokens in 8-bit pages at the end of the conversation."""
         c = self.conversation
         return max(0, c.tokens - c.full_precision) if quantizes else c.quantized
 
@@ -276,14 +275,14 @@ def choose(
     current: Setup | None = None,
     below: int = 0,
 ) -> Choice:
-    """The first setup that fits and takes at most ``target`` seconds a token, or hardly more than the quickest one.
+    """Choose the first setup that fits and takes at most ``target`` seconds per token, or hardly more than the fastest.
 
     Args:
-        possible: the closest to full first, at least one.
-        target: seconds.
-        ratios: by kind, what was measured over what was predicted.
-        current: the setup in use; one closer to full that is slower must stay well below the target (``EASILY``).
-        below: setups before this index are not taken.
+        possible: at least one, the closest to full first.
+        target: seconds per token.
+        ratios: measured over predicted time, by kind.
+        current: the setup in use; a slower one that is closer to full must stay well below the target (``EASILY``).
+        below: setups before this index are not considered.
     """
     ratios = ratios or {}
     mean = fmean(ratios.values()) if ratios else 1.0
@@ -299,13 +298,13 @@ def choose(
 
 
 def index_of(possible: Sequence[Setup], setup: Setup) -> int | None:
-    """The index of a setup among the possible ones; None if it is not one of them."""
+    """Return the index of a setup among the possible ones; None if it is not one of them."""
     return possible.index(setup) if setup in possible else None
 
 
 def _line(possible: Sequence[Setup], timed: Sequence[float], at: int, target: float, is_measured: bool) -> str:
     setup, before = possible[at], possible[:at]
-    taken = f"{'' if is_measured else 'at least '}{_ms(timed[at])} a token"  # by its bytes alone
+    taken = f"{'' if is_measured else 'at least '}{_ms(timed[at])} a token"  # unmeasured: computed from bytes alone
     if timed[at] > target:
         is_met = any(one <= target for one, other in zip(timed, possible, strict=True) if not other.lacks)
         why = "modes that read less are hardly faster" if is_met else f"nothing that fits is as fast as {_ms(target)}"
@@ -325,10 +324,10 @@ def _ms(seconds: float) -> str:
 
 
 class Auto:
-    """Chooses again between two answers, and within one if memory or time run short.
+    """Chooses again between answers, and within an answer if memory runs short or tokens take too long.
 
-    ``ratios`` are measured over predicted times, by the kind of setup. ``refused`` are setups that could not be entered
-    for this answer. ``quantizes`` says that the user asked for 8-bit pages.
+    ``ratios`` are measured over predicted times, by kind of setup. ``refused`` are setups that could not be entered for
+    this answer. ``quantizes``: the user asked for 8-bit pages.
     """
 
     def __init__(self, quantizes: bool = False) -> None:
@@ -342,29 +341,29 @@ class Auto:
 
     @property
     def line(self) -> str:
-        """What is chosen now and why; "" if the user chose."""
+        """The current choice and its reason; "" if the user chose the mode."""
         return (self.choice.line if self.choice else UNDECIDED) if self.is_on else ""
 
     def begin(self, parameters: AutoParameters) -> None:
-        """Choose from now on, whatever is in force."""
+        """Choose from now on, whatever the current setup is."""
         self.parameters, self.is_on, self.choice, self._changed_at = parameters, True, None, -APART
 
     def between(self, possible: Sequence[Setup], steps: int) -> Choice | None:
-        """The choice for the next answer, after ``steps`` steps in all; None to keep the setup in force."""
+        """Return the choice for the next answer, after ``steps`` steps in total; None to keep the current setup."""
         current = self.choice.setup if self.choice else None
         found, here = choose(possible, self._target, self.ratios, current), self._here(possible)
         if found.setup == current:
-            self.choice = found  # with its present time
+            self.choice = found  # with its current time
             return None
         goes_back = here is not None and possible.index(found.setup) < here
         return None if goes_back and steps - self._changed_at < APART else found
 
     def is_slow(self, measured: float) -> bool:
-        """True if a token that takes ``measured`` seconds makes the setup change within an answer."""
+        """Return whether tokens that take ``measured`` seconds are slow enough to change the setup within an answer."""
         return measured > FORCED * self._target
 
     def within(self, possible: Sequence[Setup], steps: int, measured: float) -> Choice | None:
-        """The choice within an answer whose tokens take ``measured`` seconds; None to keep the setup in force."""
+        """Return the choice within an answer whose tokens take ``measured`` seconds; None to keep the current setup."""
         here = self._here(possible)
         if here is None or here + 1 == len(possible):
             return None
@@ -376,7 +375,7 @@ class Auto:
         return found if helps else None
 
     def note(self, possible: Sequence[Setup], measured: float) -> None:
-        """Note that a token took ``measured`` seconds; ratios of setups that do not run move a little towards it."""
+        """Note that a token took ``measured`` seconds; the ratios of other setups move a little towards this one's."""
         if (here := self._here(possible)) is not None:
             setup = possible[here]
             seen, before = measured / setup.seconds, self.ratios.get(setup.kind)

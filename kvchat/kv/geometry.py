@@ -1,4 +1,4 @@
-"""The shape of a model's K/V, and the bytes that follow from it."""
+"""The shape of a model's K/V, and its size in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 PAGE = 32
-# Tokens that what grows with the conversation makes room for at least. On a GPU each time costs a new graph.
+# Minimum number of tokens by which memory for a conversation grows. On a GPU each growth costs a new graph.
 GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 
 
@@ -16,10 +16,10 @@ GROWTH_HEADROOM = {"cpu": 128, "cuda": 2048}
 class Geometry:
     """The shape of a model's K/V.
 
-    ``d_k`` and ``d_v`` are the head sizes of keys and values; rows are stored ``d = max(d_k, d_v)`` wide, so that
-    K and V share one layout (they differ only in MLA models, whose expanded K/V is large anyway). What grows makes room
-    for ``headroom`` more tokens at least. With ``unified`` memory (a CPU) the model computes where the host pool lies,
-    and reads it in place.
+    ``d_k`` and ``d_v`` are the head sizes of keys and values. Stored rows have ``d = max(d_k, d_v)`` elements, so that
+    K and V share one layout (the sizes differ only in MLA models, whose expanded K/V is large anyway). Memory for a
+    conversation grows by at least ``headroom`` tokens. With ``unified`` memory (a CPU) the model reads the host pool
+    in place.
     """
 
     layers: int
@@ -39,7 +39,7 @@ class Geometry:
 
     @cached_property
     def d(self) -> int:
-        """Elements of one stored row, K or V."""
+        """Elements of one stored row of K or V."""
         return max(self.d_k, self.d_v)
 
     @cached_property
@@ -61,7 +61,7 @@ class Geometry:
         return -(-tokens // self.page)
 
     def grown(self, tokens: int) -> int:
-        """Capacity to reserve for a conversation of ``tokens`` tokens that goes on growing, in whole pages."""
+        """Return the capacity to reserve for a growing conversation that now has ``tokens`` tokens, in whole pages."""
         return grown(tokens, self.headroom, self.page)
 
     def round_up(self, tokens: int) -> int:
@@ -69,10 +69,10 @@ class Geometry:
 
 
 def grown(tokens: int, headroom: int = GROWTH_HEADROOM["cpu"], page: int = PAGE) -> int:
-    """Capacity to reserve for a conversation of ``tokens`` tokens: the same, whichever way it grew to them.
+    """Return the capacity to reserve for a conversation of ``tokens`` tokens, however it grew to that length.
 
-    It grows by a sixteenth, ``headroom`` at least, in whole pages: full mode's attention reads the unused slots too, so
-    more would cost every step.
+    Capacity grows by a sixteenth, but at least by ``headroom``, in whole pages. More would slow down every step,
+    because full mode's attention also reads unused slots.
     """
     capacity = 0
     while capacity < max(tokens, 1):

@@ -1,8 +1,8 @@
-"""Reads back what was attended to, and the coverage of that; all of it waits for the GPU.
+"""Reports which tokens a step read and how much of full attention they cover; every function waits for the GPU.
 
-Coverage is the share of a step's full attention that falls on the tokens it read, computed between two steps from the
-stored keys. What the best choice of as many tokens or pages would cover shows how much a better index could gain.
-``CoverageWatch`` measures coverage while an answer is decoded, a few heads at a time.
+Coverage is the share of a step's full attention that falls on the tokens it read. It is computed between two steps
+from the stored keys. The coverage of the best choice of equally many tokens or pages shows how much a better index
+could gain. ``CoverageWatch`` measures coverage while an answer is decoded, a few heads at a time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 
-CHUNK = 128  # pages whose keys are looked at together: they bound what it takes on the device
-HEADS = 4  # KV heads of one sample
-COST = 0.005  # of the time of an answer, for looks: below 1 % where other work slows them too
-FIRST_S = 0.0005  # what a sample is taken to cost before one was timed
-LOOKS = 5  # of whose times the median counts: other work may come between
-ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
+CHUNK = 128  # pages of keys read at once; this limits the memory on the device
+HEADS = 4  # KV heads per sample
+COST = 0.005  # share of an answer's time for samples: they stay below 1 % even if other work slows them down
+FIRST_S = 0.0005  # assumed cost of a sample before one was timed
+LOOKS = 5  # number of samples whose median time counts, because other work may interrupt one
+ENOUGH = 4  # samples, from layers far apart; a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
-# Of the attention. Of facts that full mode finds, other modes and budgets found 54 of 60 on SmolLM2 where they covered
-# more, and 24 of 74 below. On the bundled model it tells little: 131 of 148 above, 29 of 34 below.
-ENOUGH_COVERED = 0.9  # speculative mode's budget is chosen for it, and below it a badge warns
-BUDGETS = (256, 512, 1024, 2048)  # that a choice is made of
-LONG = 1024  # tokens from which on a conversation tells how many are needed, and again at each doubling
-LAYERS = 8  # at most, that are looked at for it
-MARGIN = 0.03  # the end of a prompt is easier than an answer (0.02), an index knows less than the truth (0.01)
+# Share of the attention; speculative mode's budget is chosen for it, and a badge warns below it. Of the facts that full
+# mode finds, other modes and budgets found 54 of 60 on SmolLM2 if they covered more, and 24 of 74 if less. On the
+# bundled model it says little: 131 of 148 above, 29 of 34 below.
+ENOUGH_COVERED = 0.9
+BUDGETS = (256, 512, 1024, 2048)  # candidates of ``choose``
+LONG = 1024  # stored tokens after which a budget is chosen; it is chosen again whenever they double
+LAYERS = 8  # maximum number of layers that ``choose`` samples
+MARGIN = 0.03  # the end of a prompt is easier than an answer (0.02), and an index is not exact (0.01)
 
 
 def attended(state: KVState, layer: int) -> Tensor:
-    """The stored tokens that the last token's attention read, as a mask: bool ``[H, total]``.
+    """Return the mask of stored tokens that the last token's attention read: bool ``[H, total]``.
 
-    After a prefill that is all; after a switch, what the next token will read.
+    After a prefill these are all tokens; after a switch, those that the next token will read.
     """
     g, spec = state.geometry, state.specs[layer]
     seen = torch.full((g.kv_heads, state.total + 1), not state.after_step, device=state.device)
@@ -47,7 +48,7 @@ def attended(state: KVState, layer: int) -> Tensor:
         for slots in state.slots_of[layer]:
             heads = slots.heads_of(layer)
             table = slots.attended_of(layer).long().expand(len(heads), -1)
-            # Empty slots mark one column more, which is cut off.
+            # Empty slots mark one extra column, which is removed below.
             columns = torch.where(table >= 0, table, state.total)
             seen[heads] = seen[heads].scatter(1, columns, True)
             if slots.layout.spills:
@@ -60,12 +61,12 @@ def attended(state: KVState, layer: int) -> Tensor:
 
 
 def attended_counts(state: KVState) -> Tensor:
-    """Per stored token the number of (layer, KV head) pairs in which the last token read it, int64 ``[total]``.
+    """Return for each stored token the number of (layer, KV head) pairs whose last step read it, int64 ``[total]``.
 
-    By what the tables name: a mask of each head over all tokens took a quarter of a step of sync after 33,000 tokens.
+    Counts table entries, because masks of all heads took a quarter of a step of sync after 33,000 tokens.
     """
-    whole = Counter[range]()  # ranges of tokens that so many pairs read
-    named = Counter[tuple[DeviceSlots, int, int]]()  # tables, each from some token on, that so many pairs read by
+    whole = Counter[range]()  # by range of tokens, the number of pairs that read it
+    named = Counter[tuple[DeviceSlots, int, int]]()  # by table and the first token counted, the pairs that read by it
     for layer, spec in enumerate(state.specs):
         first = spec.first_seen(state.total)
         if not state.after_step:
@@ -89,12 +90,12 @@ def attended_counts(state: KVState) -> Tensor:
 
 
 def read_per_head(state: KVState) -> Tensor:
-    """Number of stored tokens that the last token's attention read, int64 ``[layers, H]`` on the host."""
+    """Return the number of stored tokens that the last token's attention read, int64 ``[layers, H]`` on the host."""
     return torch.stack([_read_in(state, layer) for layer in range(state.geometry.layers)]).cpu()
 
 
 def held_per_head(state: KVState) -> Tensor:
-    """Number of stored tokens in slots that attention may read, int64 ``[layers, H]`` on the host."""
+    """Return the number of stored tokens in slots that attention may read, int64 ``[layers, H]`` on the host."""
     g = state.geometry
     held = torch.zeros((g.layers, g.kv_heads), dtype=torch.int64, device=state.device)
     for layer in range(g.layers):
@@ -104,7 +105,7 @@ def held_per_head(state: KVState) -> Tensor:
 
 
 def _read_in(state: KVState, layer: int) -> Tensor:
-    """``[H]``, counted in the tables: nothing as long as the conversation is made."""
+    """Return the tokens read in one layer, ``[H]``; counted in the tables, without a tensor over all tokens."""
     first = state.specs[layer].first_seen(state.total)
     if not state.after_step:
         return torch.full((state.geometry.kv_heads,), state.total - first, device=state.device)
@@ -117,19 +118,19 @@ def _read_in(state: KVState, layer: int) -> Tensor:
 
 
 def _ring(state: KVState, slots: DeviceSlots) -> int:
-    """The first token that attention read in ``slots``; those before it, if any, were read in the host pool."""
+    """Return the first token that attention read from ``slots``; it read any earlier ones from the host pool."""
     return max(0, state.total - slots.layout.window) if slots.layout.spills else 0
 
 
 def read_tokens(state: KVState) -> float:
-    """Tokens read, mean over layers and KV heads, summed over all steps so far."""
+    """Return the number of tokens read, averaged over layers and KV heads and summed over all steps so far."""
     return state.read_pairs / (state.geometry.layers * state.geometry.kv_heads)
 
 
 def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
-    """The weights of the last token's full attention in KV ``heads``, whatever it read: float32 ``[H, G, total]``.
+    """Return the last token's weights if its KV ``heads`` had read everything: float32 ``[H, G, total]``.
 
-    0 beyond the layer's window. With learned sinks a row sums to less than 1.
+    They are 0 beyond the layer's window. With learned sinks a row sums to less than 1.
     """
     g, spec, p = state.geometry, state.specs[layer], state.geometry.page
     query = state.query[layer].float().view(g.kv_heads, g.group, g.d_k)[heads] * spec.scaling
@@ -144,9 +145,9 @@ def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
 
 
 def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
-    """The share of a KV head's attention to stored tokens that falls on those the last step read, float32 ``[H]``.
+    """Return the share of each KV head's full attention that falls on the tokens it last read, float32 ``[H]``.
 
-    The mean over its query heads; 1 where everything is read that the layer may see.
+    It is averaged over the query heads, and 1 if the head reads everything that the layer sees.
     """
     read = attended(state, layer)[heads]
     if bool((read.sum(-1) == min(state.total, int(state.sight[layer]))).all()):
@@ -155,16 +156,15 @@ def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
 
 
 def attention_shares(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
-    """Each stored token's share of a KV head's attention to all of them, ``[H, total]``: sums to 1."""
+    """Return each stored token's share of a KV head's full attention, ``[H, total]``; rows sum to 1."""
     shares = weights(state, layer, heads).mean(1)
     return shares / shares.sum(-1, keepdim=True)
 
 
 def choose(state: KVState, least: int) -> TokenChoice:
-    """The fewest of ``BUDGETS``, from ``least`` on, whose best tokens cover enough of the last token's attention.
+    """Choose the smallest budget whose best tokens cover enough of the last token's attention; the largest if none do.
 
-    Looked at in some layers that see everything, whatever the mode reads: no more than one token of full attention.
-    Where none covers enough it is the most.
+    The candidates are ``least`` and larger ``BUDGETS``. This costs at most one token of full attention in any mode.
     """
     budgets = [budget for budget in BUDGETS if budget > least]
     numbers = torch.tensor([least, *budgets], device=state.device).expand(state.geometry.kv_heads, -1)
@@ -176,26 +176,26 @@ def choose(state: KVState, least: int) -> TokenChoice:
 
 
 def seeing_all(specs: Sequence[AttentionSpec], tokens: int) -> list[int]:
-    """The layers after the first, which is read in full, that see all ``tokens``; all layers if there are none."""
+    """Return the layers that see all ``tokens``, without the first, which reads everything; all layers if none do."""
     found = [layer for layer, spec in enumerate(specs) if layer and spec.first_seen(tokens) == 0]
     return found or list(range(len(specs)))
 
 
 def _looked_at(state: KVState) -> list[int]:
-    """At most ``LAYERS`` of the layers that see everything, of all depths."""
+    """Return at most ``LAYERS`` of the layers that see everything, evenly spread over the depth."""
     layers = seeing_all(state.specs, state.total)
     return layers[:: -(-len(layers) // LAYERS)]
 
 
 def covered_by_tokens(shares: Tensor, read: Tensor) -> Tensor:
-    """The coverage ``[H]`` of the best ``read [H]`` tokens: those with the largest ``shares [H, total]``."""
+    """Return the coverage ``[H]`` of the best ``read [H]`` tokens, those with the largest ``shares [H, total]``."""
     return _sum_of_largest(shares, read.unsqueeze(-1)).squeeze(-1)
 
 
 def covered_by_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
-    """The coverage ``[H]`` of the best pages of ``page`` tokens that together hold at most ``read [H]`` tokens.
+    """Return the coverage ``[H]`` of the best pages of ``page`` tokens that together hold at most ``read [H]`` tokens.
 
-    1 if as many tokens are read as have a share.
+    It is 1 if no more tokens than that have a share.
     """
     missing = -shares.shape[1] % page
     whole = torch.nn.functional.pad(shares, (0, missing)).view(len(shares), -1, page).sum(-1)
@@ -205,20 +205,20 @@ def covered_by_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
 
 
 def _sum_of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
-    """The sums of the ``numbers [H, m]`` largest ``shares [H, n]``: ``[H, m]``."""
+    """Return the sums of the ``numbers [H, m]`` largest ``shares [H, n]``: ``[H, m]``."""
     summed = torch.nn.functional.pad(shares.sort(-1, descending=True).values.cumsum(-1), (1, 0))
     return summed.gather(-1, numbers.clamp(max=shares.shape[1])).clamp(max=1.0)
 
 
 class CoverageWatch:
-    """Looks at what was covered of the last step, a few heads at a time, layer after layer.
+    """Samples the coverage of steps, a few heads at a time.
 
-    ``sample`` is called between two steps, and measures when the time since the last sample pays for another: ``COST``
-    of it goes into samples, however long the conversation and however fast the device. Nothing is measured inside a
-    step, so a CUDA graph knows nothing of it. ``clock`` gives seconds.
+    ``sample`` is called between two steps. It measures only as often as ``COST`` of the time allows, however long the
+    conversation and however fast the device. Nothing is measured inside a step, so CUDA graphs are not affected.
+    ``clock`` returns seconds.
 
     Attributes:
-        share: mean over the heads of what was covered when each was last looked at; None before the first sample.
+        share: mean of the last measured coverage of each head; None before the first sample.
     """
 
     def __init__(self, state: KVState, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -226,7 +226,7 @@ class CoverageWatch:
         self._clock = clock
         g = state.geometry
         parts = [(layer, head) for layer in range(g.layers) for head in range(0, g.kv_heads, HEADS)]
-        # Spread by the golden ratio: the first few are of all depths.
+        # Spread by the golden ratio, so that the first few samples are from all depths.
         self._parts = [part for _, part in sorted(((index * GOLDEN) % 1, part) for index, part in enumerate(parts))]
         self._costs = deque([FIRST_S], LOOKS)
         self._next = 0
@@ -234,12 +234,12 @@ class CoverageWatch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was seen: it was of another mode or conversation."""
+        """Forget all samples, which belong to another mode or conversation."""
         self._seen: dict[tuple[int, int], list[float]] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Begin another answer; what was seen counts until it is looked at again."""
+        """Begin another answer; earlier samples count until their heads are sampled again."""
         self._lowest: float | None = None
 
     @property
@@ -249,20 +249,20 @@ class CoverageWatch:
 
     @property
     def has_seen_enough(self) -> bool:
-        """True once enough heads were looked at that no single one decides the mean."""
+        """True once so many heads were sampled that no single one dominates the mean."""
         return len(self._seen) >= min(ENOUGH, len(self._parts))
 
     @property
     def lowest(self) -> float | None:
-        """The lowest ``share`` in this answer since enough heads were seen; ``share`` itself before that."""
+        """The lowest ``share`` in this answer since enough heads were sampled; before that, ``share``."""
         return self.share if self._lowest is None else self._lowest
 
     def sample(self) -> None:
-        """If it is time to, look at the next heads that did not read everything; waits for the device then."""
+        """If a sample is due, wait for the device and measure the next heads that did not read everything."""
         if not self._state.after_step or self._clock() < self._due:
             return
         if self._state.device.type == "cuda":
-            torch.cuda.synchronize(self._state.device)  # the rest of the step is no cost of the sample
+            torch.cuda.synchronize(self._state.device)  # so that the rest of the step is not timed as the sample's
         began = self._clock()
         try:
             with torch.inference_mode():

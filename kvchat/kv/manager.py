@@ -1,9 +1,8 @@
-"""KVManager: stores a conversation's K/V, attends to it, and lets one mode decide what is read.
+"""KVManager: stores a conversation's K/V and attends to it; a mode decides which tokens are read.
 
 A prefill writes to the host pool and attends to everything in it; then the mode fills the slots. A decode step writes
-the new token through to the host pool, attends to the slots, and lets the mode fetch what the next step wants. Nothing
-in ``attention`` depends on which mode it is, and a decode step reads nothing back from the device. The last tokens can
-be checkpointed in host memory and restored byte for byte; memory that runs out is recognized and explained.
+the new token through to the host pool, attends to the slots, and lets the mode fetch tokens for the next step.
+``attention`` is the same for all modes, and a decode step reads nothing back from the device.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvchat.kv.prefill import Prefill, prefill_over
 from kvchat.kv.state import KVState
 from kvchat.units import size
 
-# Errors of torch's host allocator, C++, the CUDA driver and its libraries, which are known by their text alone.
+# Errors of torch's host allocator, C++, the CUDA driver and its libraries; only their text identifies them.
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator|std::bad_alloc|(CUDA|HIP)( error|\])?: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
 )
@@ -38,11 +37,11 @@ ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
 class SlotsState(IntEnum):
-    """What is wrong with the slots before the next step; a refill repairs a state and all lower ones.
+    """What a refill must repair in the slots before the next step; each state includes the lower ones.
 
-    STALE: what was prefilled is not in them. DIRTY: a step or a refill was cut short, and tables may name tokens whose
-    K/V never arrived. MISSING: they must be allocated, because memory ran out while the mode was entered or other
-    tokens are pinned.
+    STALE: prefilled tokens are not in the slots yet. DIRTY: a step or a refill was interrupted, and tables may name
+    tokens whose K/V never arrived. MISSING: the slots must be allocated, because memory ran out when the mode was
+    entered, or because other tokens were pinned.
     """
 
     FILLED = 0
@@ -54,12 +53,12 @@ class SlotsState(IntEnum):
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode's last ``prepare_step`` returned; ``effective_params`` are the mode's parameters when it
-    was entered, with what was chosen for ``auto``.
+    ``step`` is the result of the mode's last ``prepare_step``. ``effective_params`` are the mode's parameters when it
+    was entered, with the values chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
-    ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
-    ``rollback_prefill``, once for each chunk. ``refill`` fills the slots at once, else the next step does.
+    ``commit_step`` or ``rollback_step``. Each chunk of a prefill is ``begin_prefill``, a forward, then
+    ``commit_prefill`` or ``rollback_prefill``. The next step fills the slots, unless ``refill`` is called before.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, mode: Mode) -> None:
@@ -67,8 +66,8 @@ class KVManager:
         self._prefill: Prefill | None = None
         self._reread_from: int | None = None
         self._queries: list[Tensor] = []
-        self._verified: dict[int, Tensor] | None = None  # by layer, the queries of all rows
-        self._fresh = False  # the next refill may read everything again
+        self._verified: dict[int, Tensor] | None = None  # the queries of all rows, by layer
+        self._fresh = False  # ``fresh`` of the next refill
         self._began_at = 0  # tokens stored before the last step or prefill
         self.mode, self._slots = mode, SlotsState.MISSING
         self.step = Step()
@@ -81,17 +80,16 @@ class KVManager:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: slots, tables and what the mode keeps."""
+        """Bytes on the device: slots, tables and the mode's buffers."""
         return self.state.slot_bytes + sum(tensor.nbytes for tensor in self.mode.graph_buffers())
 
     # ---- a decode step
 
     def begin_step(self, control: bool = False) -> None:
-        """Make room for one token; modes that choose what to keep always keep a ``control`` token of the chat.
+        """Make room for one token; ``control`` marks a control token of the chat, which modes should keep.
 
         Raises:
-            DoesNotFitError: the host has no memory for it; nothing changed. After any other error call
-                ``rollback_step``.
+            DoesNotFitError: there is not enough RAM; nothing changed. After any other error call ``rollback_step``.
         """
         self._began_at = self.total
         self._end_prefill()
@@ -104,7 +102,7 @@ class KVManager:
         self.state.transfer.timer.begin_step(self.step.kind)
 
     def graph_key(self) -> tuple[object, ...]:
-        """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
+        """Return the CUDA-graph key of this step; steps with equal keys run the same operations on the same buffers."""
         layouts = (slots.layout for slots in self.state.slots)
         buffers = ((t.data_ptr(), t.shape) for t in self.graph_buffers())
         return self.mode, self.step.kind, self.state.transfer.timer.times, *layouts, *buffers
@@ -113,7 +111,7 @@ class KVManager:
         return [*self.state.graph_buffers(), *self.mode.graph_buffers()]
 
     def forward_begin(self) -> None:
-        """Begin the step's forward. From here to ``forward_end`` a CUDA graph can capture everything."""
+        """Begin the step's forward. A CUDA graph can capture everything from here to ``forward_end``."""
         state = self.state
         state.transfer.timer.begin_forward(self.step.kind)
         for slots in state.slots:
@@ -123,7 +121,7 @@ class KVManager:
         self.mode.forward_begin(state.position)
 
     def forward_end(self) -> None:
-        """End the step's forward: wait for recall, let the mode look back, advance the position."""
+        """End the step's forward: wait for recall, let the mode finish the step, advance the position."""
         state = self.state
         torch.stack(self._queries, out=state.query)  # one kernel for all layers
         state.transfer.join()
@@ -138,10 +136,7 @@ class KVManager:
         self.state.after_step = True
 
     def rollback_step(self) -> None:
-        """Undo a step that raised, or that another rank did not finish: its token is not stored.
-
-        The slots are filled again from the host pool.
-        """
+        """Undo a step that raised, or that another rank did not finish, and refill the slots from the host pool."""
         self.state.transfer.join()
         if self._slots is SlotsState.DIRTY or self.total > self._began_at:
             self._slots = SlotsState.DIRTY
@@ -150,7 +145,7 @@ class KVManager:
 
     @contextmanager
     def guessing(self) -> Iterator[None]:
-        """Let the mode read little in the steps inside; afterwards forget their tokens and do not count them."""
+        """Let the mode read less in the steps inside; afterwards forget their tokens and their counts."""
         state, total, steps = self.state, self.total, self.state.steps
         read = [(slots, slots.read_pairs.clone()) for slots in state.slots]
         self.mode.guess(True)
@@ -160,17 +155,17 @@ class KVManager:
             self.mode.guess(False)
             state.steps = steps
             if self.total > total:
-                self.truncate(total)  # first: what follows may run out of memory, and nobody else knows these tokens
+                self.truncate(total)  # first: the next lines may run out of memory, and only this one forgets them
             for slots, pairs in read:
                 slots.read_pairs.copy_(pairs)
 
     # ---- a prefill
 
     def begin_prefill(self, tokens: int, verifies: bool = False) -> None:
-        """Make room for a forward of ``tokens`` new tokens; if it ``verifies``, ``end_at`` may end it at any row.
+        """Make room for a forward of ``tokens`` new tokens; if it ``verifies`` a draft, ``end_at`` can end it early.
 
         Raises:
-            DoesNotFitError: the host has no memory for them; nothing changed.
+            DoesNotFitError: there is not enough RAM; nothing changed.
         """
         self._began_at = self.total
         self.state.reserve(self.total + tokens)
@@ -183,7 +178,7 @@ class KVManager:
         )
 
     def commit_prefill(self, tokens: int, control: Sequence[int] = ()) -> None:
-        """Count the forward's ``tokens`` as stored; ``control`` are the offsets of the chat's control tokens."""
+        """Count the forward's ``tokens`` as stored; ``control`` has the offsets of the chat's control tokens."""
         self._end_prefill()
         if control:
             self.state.control[self.total + torch.tensor(control, device=self.state.device)] = True
@@ -192,12 +187,12 @@ class KVManager:
         self.state.after_step = False
 
     def end_at(self, row: int) -> None:
-        """Make this row of a forward that verified the last token: modes choose what to read by its queries."""
+        """Make ``row`` of a verifying forward its last token; modes then choose tokens by this row's queries."""
         for layer, queries in (self._verified or {}).items():
             self.state.query[layer].copy_(queries[:, row])
 
     def rollback_prefill(self) -> None:
-        """Undo a forward that raised, or that another rank did not finish: nothing of it is stored."""
+        """Undo a forward that raised, or that another rank did not finish; none of its tokens are stored."""
         self._end_prefill()
         self.state.prompt.discard()
         if self.total > self._began_at:
@@ -205,9 +200,9 @@ class KVManager:
 
     @contextmanager
     def rereading(self, start: int) -> Iterator[None]:
-        """Let a forward of stored tokens from position ``start`` on rebuild the state of layers without K/V.
+        """Let a forward of the stored tokens from position ``start`` on rebuild the state of layers without K/V.
 
-        It attends exactly to the stored K/V and does not change them.
+        It attends to the stored K/V without any approximation and does not change them.
         """
         self._end_prefill()
         self._reread_from = start
@@ -225,7 +220,7 @@ class KVManager:
         """Let the mode fill its slots for the next token.
 
         Args:
-            fresh: everything stored may be read again, also what the mode had dropped for good.
+            fresh: the mode may read all stored tokens again, also those that it had dropped for good.
         """
         state = self.state
         if self._slots is SlotsState.MISSING:
@@ -244,10 +239,10 @@ class KVManager:
     # ---- modes
 
     def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> available.SwitchCost:
-        """Return what entering ``mode`` would cost now; ``link_bytes_per_s`` is used until a fill was timed.
+        """Return what entering ``mode`` would cost now; ``link_bytes_per_s`` is used until a fill has been timed.
 
         Raises:
-            DoesNotFitError: its slots do not fit the device.
+            DoesNotFitError: its slots do not fit on the device.
         """
         state = self.state
         capacity = state.geometry.grown(self.total + 1)
@@ -261,12 +256,12 @@ class KVManager:
         return available.SwitchCost(moved, needed, moved / rate if rate else None)
 
     def switch(self, mode: Mode) -> int:
-        """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.
+        """Enter ``mode`` and return the bytes moved to the device. Stored K/V do not change.
 
-        If memory runs out all the same the old mode is entered again, at the latest before the next step.
+        If memory runs out nevertheless, the old mode is re-entered, at the latest before the next step.
 
         Raises:
-            DoesNotFitError: there is no room for its slots; the old mode goes on.
+            DoesNotFitError: there is no room for its slots; the old mode stays.
         """
         self.check_switch(mode)
         before, old = self.state.transfer.moved_bytes(), self.mode
@@ -280,24 +275,24 @@ class KVManager:
             raise
 
     def go_back(self, mode: Mode) -> None:
-        """Be in ``mode`` again, after another could not be entered."""
+        """Re-enter ``mode`` after another could not be entered."""
         self.mode, self._slots = mode, SlotsState.MISSING
-        with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+        with suppress(Exception):  # the switch's own error matters more; the next step tries again
             self.state.release_slots()
             self.refill(fresh=True)
 
     def recover(self, level: Level) -> None:
-        """Let the mode read more for a while, because the text may have gone wrong."""
-        # If memory runs out inside, the next step fills the slots first.
+        """Let the mode read more for a while, because the generated text may have gone wrong."""
+        # If memory runs out inside, the next step refills the slots first.
         before, self._slots = self._slots, max(self._slots, SlotsState.STALE)
         self.mode.recover(level)
         self._slots = before
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Attend to the stored tokens at ``positions`` in every mode and step, instead of those pinned before.
+        """Attend to the stored tokens at ``positions`` in every mode and step; they replace the earlier pins.
 
         Raises:
-            DoesNotFitError: there is no room for their slots; those before stay pinned.
+            DoesNotFitError: there is no room for their slots; the earlier pins stay.
         """
         before = self.state.pins
         self._set_pins(tuple(sorted(set(positions))))
@@ -310,7 +305,7 @@ class KVManager:
             raise
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``; if filling the slots fails the next step fills them first."""
+        """Forget all but the first ``tokens``; if filling the slots fails, the next step fills them first."""
         try:
             self._forget(tokens)
             self.refill(fresh=True)
@@ -322,17 +317,17 @@ class KVManager:
         return take_checkpoint(self.state, start)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Store the tokens of ``checkpoint`` again; the mode fills its slots at the next switch or step."""
+        """Restore the tokens of ``checkpoint``; the mode fills its slots at the next switch or step."""
         self._end_prefill()
         self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
         restore(self.state, checkpoint)
         self._set_pins(checkpoint.pins)
 
     def adopt(self, prefix: CachedPrefix) -> int:
-        """Replace what is stored by the tokens of ``prefix``; return how many could be read.
+        """Replace the stored tokens by those of ``prefix``; return how many could be read.
 
         Raises:
-            DoesNotFitError: there is no memory for them. After this or an error of ``prefix.read`` nothing is stored.
+            DoesNotFitError: there is not enough memory. After this or an error of ``prefix.read`` nothing is stored.
         """
         self.truncate(0)
         try:
@@ -351,20 +346,20 @@ class KVManager:
 
     @property
     def decodes(self) -> bool:
-        """True in a decode step, whose layers may call ``attend_token``."""
+        """True in a decode step, when layers may call ``attend_token``."""
         return self._prefill is None and self._reread_from is None
 
     @property
     def wants_ahead(self) -> bool:
-        """True if layers are to call ``estimated`` in this forward."""
+        """True if layers should call ``estimated`` in this forward."""
         return self.decodes and self.mode.wants_ahead
 
     def estimated(self, layer: int, query: Tensor) -> None:
-        """Let the mode choose for ``layer`` by an estimated ``query [H_q, 1, d_k]``, before layer - 1 runs."""
+        """Let the mode choose tokens for ``layer`` by its estimated ``query [H_q, 1, d_k]``, before layer - 1 runs."""
         self.mode.estimated(layer, query[:, 0])
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
+        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; return the attention of ``query [H_q, n, d_k]``."""
         if self.decodes:
             return self.attend_token(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
         self.state.note_spec(layer, spec)
@@ -384,7 +379,7 @@ class KVManager:
         return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
 
     def attend_token(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """``attention`` of a step's token: ``query [H_q, d_k]``, ``key [H, d_k]``, ``value [H, d_v]``."""
+        """``attention`` for one decoded token: ``query [H_q, d_k]``, ``key [H, d_k]``, ``value [H, d_v]``."""
         self.state.note_spec(layer, spec)
         ops, held = self.state.ops, self.state.slots_of[layer]
         ops.append(held, layer, key, value)
@@ -393,15 +388,15 @@ class KVManager:
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
         attended = parts[0][0]
-        if len(parts) > 1:  # each of some heads, ``[H, G, d_v]``
-            attended = torch.cat([of_heads for of_heads, _ in parts])
+        if len(parts) > 1:  # each has some of the heads, ``[H, G, d_v]``
+            attended = torch.cat([part for part, _ in parts])
             attended = attended.index_select(0, self.state.head_orders[layer])
         return attended.flatten(0, 1)
 
     # ---- inside
 
     def _allocate(self) -> None:
-        """Make the mode's slots; if memory runs out the next refill tries again."""
+        """Allocate the mode's slots; if memory runs out, the next refill tries again."""
         capacity = self.state.geometry.grown(self.total + 1)
         self._limit(self.mode, capacity, released=self.state.slot_bytes)
         self.state.allocate(self.mode.plan(capacity).layouts, capacity)
@@ -418,7 +413,7 @@ class KVManager:
             self._slots = SlotsState.MISSING
 
     def _make_room(self, tokens: int) -> None:
-        """Grow the host pool, and the slots that hold everything."""
+        """Grow the host pool, and the slots if they hold every token."""
         self.state.reserve(tokens)
         if tokens > self.state.capacity:
             capacity = self.state.geometry.grown(tokens)
@@ -426,13 +421,13 @@ class KVManager:
             self.state.resize(self.mode.plan(capacity).layouts, capacity)
 
     def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
-        """Tell a mode the memory that it may take for ``capacity`` tokens once ``released`` bytes are free."""
+        """Tell a mode how much memory it may use for ``capacity`` tokens once ``released`` bytes are freed."""
         mode.limit(capacity, available.usable(available.free_bytes(self.state.device) + released), held)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
+    """A copy of the tokens from ``start`` to ``total``, in whole ``pages`` from the page of ``start`` on.
 
     ``control`` marks the chat's control tokens; ``pins``, ``query``, ``prompt`` and ``after_step`` are the state's.
     """
@@ -449,10 +444,10 @@ class Checkpoint:
 
 @torch.inference_mode()
 def take_checkpoint(state: KVState, start: int) -> Checkpoint:
-    """Copy the tokens from ``start`` on; nothing changes.
+    """Copy the tokens from ``start`` on.
 
     Raises:
-        DoesNotFitError: the host has no memory for a copy.
+        DoesNotFitError: there is not enough RAM for a copy.
     """
     quantized = state.host.quantized[start // state.geometry.page :]
     needed, free = sum(map(state.host.page_bytes, quantized)), available.usable(available.host_free())
@@ -470,9 +465,9 @@ def take_checkpoint(state: KVState, start: int) -> Checkpoint:
 
 @torch.inference_mode()
 def restore(state: KVState, checkpoint: Checkpoint) -> None:
-    """Store ``checkpoint`` after the first ``checkpoint.start`` tokens, in place of all that follow them.
+    """Replace the tokens after the first ``checkpoint.start`` ones by those of ``checkpoint``.
 
-    Those first tokens must not have changed. The slots are left as they are: a refill is due.
+    Those first tokens must not have changed. The slots are not updated; the caller must refill them.
     """
     state.host.synchronize()
     state.prepare_quantized(has_quantized(checkpoint.pages))
@@ -486,7 +481,7 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error says that device or host memory ran out."""
+    """Return whether the error means that device or host memory ran out."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
@@ -494,10 +489,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(kv: KVManager, doing: str) -> Iterator[None]:
-    """Turn out-of-memory errors while ``doing`` something into one that explains itself; what is stored is kept.
+    """Turn out-of-memory errors inside into one that explains itself; ``doing`` completes "Memory ran out while".
 
     Raises:
-        OutOfMemoryError: instead of the errors of Python, the system and torch.
+        OutOfMemoryError: instead of the errors of Python, the system and torch; stored tokens are kept.
     """
     try:
         yield
@@ -505,7 +500,7 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         where, held = f"on {kv.state.device}", kv.device_bytes
-        if kv.state.device.type == "cpu":  # all of it is in the host pool
+        if kv.state.device.type == "cpu":  # all K/V are in the host pool
             where, held = "in RAM", kv.state.host.nbytes
         shortage = (str(error).splitlines() or ["no more memory"])[0]
         if asked := ASKED_FOR.search(str(error)):

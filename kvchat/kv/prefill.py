@@ -1,9 +1,8 @@
-"""Prefill: the memory that it takes, and how new tokens are stored and attend to everything stored before them.
+"""Prefill: its memory, and how new tokens are stored and attend to all earlier tokens.
 
-A GPU has one layer's K/V at a time: while a layer computes, the next one's earlier K/V comes from the host pool and its
-own new K/V goes there. This takes three buffers of one layer, two of them in the host pool's layout, so that the copy
-engines move whole pages and the multiprocessors stay free (a kernel that gathers the same bytes would occupy all of
-them for as long as the link is busy).
+A GPU holds one layer's K/V at a time: while a layer computes, its new K/V are copied to the host pool and the next
+layer's earlier K/V from it. Two of the three buffers have the host pool's layout, so that copy engines move whole
+pages; a kernel that gathers them would occupy all multiprocessors for as long as the link is busy.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from kvchat.kv.memory.host_pool import HostPool, copy_segments
 from kvchat.kv.transfer import SideStream
 from kvchat.units import count, size
 
-# Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
-# cancels waits too long, and earlier K/V is read only a little less often.
+# Tokens per prefill forward on a GPU. Fewer do not keep it busy; with more, a person who cancels waits too long, and
+# earlier K/V is read only a little less often.
 CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def staging_bytes(geometry: Geometry, stored: int, new: int) -> int:
-    """Device bytes of ``StagedPrefill`` for ``new`` tokens after ``stored``."""
+    """Return the device bytes of ``StagedPrefill`` for ``new`` tokens after ``stored`` ones."""
     pages = geometry.pages(stored + new)
     changed = pages - stored // geometry.page
     return (pages + geometry.pages(stored) + changed) * geometry.page_bytes
 
 
 def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -> int:
-    """Device bytes that one forward of ``new`` tokens after ``stored`` takes beside the weights and the mode's slots.
+    """Return the device bytes of one forward of ``new`` tokens after ``stored`` ones, without weights and slots.
 
-    ``token_bytes`` is what the model's layers take per new token.
+    ``token_bytes`` is what the model's layers need per new token.
     """
     return staging_bytes(geometry, stored, new) + new * token_bytes + PREFILL_WORKSPACE
 
 
 def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, devices: Sequence[torch.device]) -> int:
-    """Number of the ``new`` tokens after ``stored`` that one forward takes; ``token_bytes`` as above.
+    """Return how many of the ``new`` tokens after ``stored`` ones to prefill at a time; ``token_bytes`` as above.
 
-    The largest that takes at most half of the free memory: the rest allows for fragmentation. The first of ``devices``
-    has the K/V, layers are on all.
+    This is the largest of ``CHUNKS`` that takes at most half of the free memory; the rest allows for fragmentation.
+    The first of ``devices`` has the K/V, and all have layers.
 
     Raises:
-        DoesNotFitError: not even the fewest fit.
+        DoesNotFitError: not even the smallest chunk fits.
     """
     free, *others = (available.usable(available.free_bytes(device)) for device in devices)
     most = min(others, default=free) // 2
@@ -72,16 +71,16 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
 
 
 def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:
-    """A forward of ``tokens`` new tokens, for which there is room, that reads stored tokens from ``first`` on."""
+    """Return a prefill of ``tokens`` new tokens, reserved in ``host``, that reads stored tokens from ``first`` on."""
     if host.device.type == "cuda" and not isinstance(host, EightBitPool):
         return StagedPrefill(host, tokens, first)
     return DirectPrefill(host, first)
 
 
 class DirectPrefill:
-    """Reads the host pool itself, on a CPU; or, with 8-bit pages on a GPU, a layer that is dequantized as it begins.
+    """Reads the host pool directly on a CPU; with 8-bit pages, dequantizes each layer when it begins.
 
-    New tokens are read exactly, earlier ones as they are stored.
+    New tokens are read in full precision, earlier ones as stored.
     """
 
     def __init__(self, host: HostPool, first: int = 0) -> None:
@@ -89,16 +88,16 @@ class DirectPrefill:
         self._start, self._first = host.total, first
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]`` of the layer's new tokens, layer after layer.
+        """Store the layer's new tokens, ``key [H, n, d_k]`` and ``value [H, n, d_v]``; call this layer by layer.
 
-        Returns keys ``[H, start + n - first, d_k]`` and values of the tokens from ``first`` on; valid until the next
-        layer asks.
+        Returns keys ``[H, start + n - first, d_k]`` and values of the tokens from ``first`` on, valid until the next
+        layer's call.
         """
         host = self._host
         if not self._start:
             host.append(layer, 0, key, value)
             return key, value
-        if not isinstance(host, EightBitPool):  # what is stored can be read in place
+        if not isinstance(host, EightBitPool):  # stored tokens can be read in place
             host.append(layer, self._start, key, value)
             keys, values = host.dense(layer, self._start + key.shape[1])
             return keys[:, self._first :], values[:, self._first :]
@@ -108,15 +107,15 @@ class DirectPrefill:
         return torch.cat((keys, key), 1), torch.cat((values, value), 1)
 
     def close(self) -> None:
-        """End the prefill, also after a failure: once it returns, the host pool holds all that was written to it."""
+        """End the prefill, also after a failure; on return all writes have reached the host pool."""
 
 
 class StagedPrefill:
-    """One layer's K/V on the device, the next one's on its way.
+    """Holds one layer's K/V on the device while the next layer's are copied there.
 
-    ``all [2, H, tokens, d]`` is what attention reads, beginning with the page of the first token that is read.
-    ``earlier`` and ``new`` ``[page, H, 2, p, d]`` are stored pages on their way from the host and changed pages on
-    their way to it; the page in which the new tokens begin may be in both. ``staging_bytes`` predicts their size.
+    Attention reads ``all [2, H, tokens, d]``, which begins with the page of the first token that is read. ``earlier``
+    and ``new`` ``[page, H, 2, p, d]`` hold stored pages from the host and changed pages for it; a partly filled page is
+    in both. ``staging_bytes`` predicts their size.
     """
 
     def __init__(self, host: HostPool, tokens: int, first: int = 0) -> None:
@@ -126,7 +125,7 @@ class StagedPrefill:
         offset = self._page * g.page
         self._start, self._end = host.total - offset, host.total + tokens - offset
         self._changed, pages = self._start // g.page, g.pages(self._end)
-        # Zeros: the rest of the last page is written to the host too, and recall copies whole pages.
+        # Zeros, because the unused end of the last page is written to the host too, and recall copies whole pages.
         self.all = torch.zeros((2, g.kv_heads, pages * g.page, g.d), dtype=g.dtype, device=host.device)
         shape = (g.kv_heads, 2, g.page, g.d)
         self.earlier = self.all.new_empty((g.pages(self._start), *shape))

@@ -1,6 +1,6 @@
-"""The queries of a prompt's last tokens, which some modes look at to choose what they keep of it.
+"""The queries of a prompt's last tokens, which some modes use to choose which of its tokens to keep.
 
-They are held whatever the mode is, because a comparison and a person enter a mode after the prompt was read.
+They are recorded in every mode, because users and comparisons can enter another mode after prefill.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ ROWS = 32  # tokens: SnapKV's window, and 8 MiB of an 8B model
 
 
 class PromptQueries:
-    """``rows [layers, H_q, ROWS, d_k]``, the newest last; ``span`` are their tokens' positions.
+    """Queries ``rows [layers, H_q, ROWS, d_k]``, the newest last; ``span`` has the positions of their tokens.
 
-    They are those of the last prompt alone: a decoded token before it ends the span. A single token after a decoded one
-    is no prompt: where an answer is taken back in part, or goes on, its last token is read again.
+    They belong to the last prompt only: the span does not extend over decoded tokens before it. A single token after a
+    decoded one is not a prompt: when an answer is partly undone or continued, its last token is prefilled again.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -27,31 +27,31 @@ class PromptQueries:
         self._seen: dict[int, Tensor] = {}
 
     def note(self, layer: int, query: Tensor) -> None:
-        """See a prefill's ``query [H_q, n, d_k]``; it counts from ``commit`` on, which needs that of each layer."""
+        """Record a prefill's ``query [H_q, n, d_k]`` of one layer; it takes effect with ``commit``."""
         new = query[:, -ROWS:]
         self._seen[layer] = torch.cat((self.rows[layer][:, new.shape[1] :], new), 1)
 
     def commit(self, start: int, tokens: int) -> None:
-        """Keep what was seen of a prefill of so many ``tokens`` that began at position ``start``; it may be nothing."""
-        goes_on, end = bool(self.span) and self.span.stop == start, start + tokens
-        if self._seen and (goes_on or tokens > 1):
+        """Keep the queries noted, if any, in a prefill of ``tokens`` tokens that began at position ``start``."""
+        continues, end = bool(self.span) and self.span.stop == start, start + tokens
+        if self._seen and (continues or tokens > 1):
             for layer, rows in self._seen.items():
                 self.rows[layer].copy_(rows)
-            self.span = range(max(self.span.start if goes_on else start, end - ROWS), end)
+            self.span = range(max(self.span.start if continues else start, end - ROWS), end)
         self.discard()
 
     def discard(self) -> None:
-        """Forget what was seen since ``commit``."""
+        """Forget the queries noted since the last ``commit``."""
         self._seen.clear()
 
     def truncate(self, tokens: int) -> None:
         if self.span.stop > tokens:
-            for rows in self.rows:  # one at a time: where this is called memory may be short
+            for rows in self.rows:  # one layer at a time, because memory may be short
                 rows.copy_(rows.roll(self.span.stop - tokens, 1))
             self.span = range(min(self.span.start, tokens), tokens)
 
     def of(self, layer: int, most: int = ROWS) -> tuple[range, Tensor]:
-        """The positions of the last ``most`` tokens of the prompt at most, and their queries ``[H_q, n, d_k]``."""
+        """Return the positions of the last ``most`` prompt tokens (or fewer) and their queries ``[H_q, n, d_k]``."""
         span = self.span[-most:]
         return span, self.rows[layer][:, ROWS - len(span) :]
 

@@ -1,8 +1,8 @@
-"""Rotary positions: moving stored keys to other positions.
+"""Rotary position embeddings: move stored keys to other positions.
 
-Under RoPE attention depends on position differences only, so a key that was rotated to position p becomes the key at
-p + delta by one more rotation. Angles are float64: a float32 angle is off by 0.01 radians at position 100,000.
-Rotate from the stored key every time, never cumulatively.
+With RoPE, attention depends only on position differences, so one more rotation turns a key at position p into the key
+at p + delta. Angles are float64, because a float32 angle is off by 0.01 radians at position 100,000. Always rotate the
+stored key, never a key that was rotated before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 class Rotation:
     """The rotary position embedding of a layer's keys.
 
-    The ``2 * len(inv_freq)`` dimensions from ``offset`` on turn in pairs, pair i by ``inv_freq[i]`` (float64) radians
-    a token; pairs are neighbors if ``interleaved``, else dimension i and the i-th of the second half.
+    The ``2 * len(inv_freq)`` dimensions from ``offset`` on rotate in pairs, pair i by ``inv_freq[i]`` (float64) radians
+    per token. Pairs are neighbors if ``interleaved``, otherwise dimension i of the first and of the second half.
     """
 
     inv_freq: Tensor
@@ -27,19 +27,19 @@ class Rotation:
 
 
 def cos_sin(rotation: Rotation, delta: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every pair's angle for a move by ``delta`` positions (an int, a 0-d tensor or one ``[n]``).
+    """Return cosine and sine of every pair's angle for a move by ``delta`` positions (an int, or a tensor 0-d or [n]).
 
-    Both are float32 [r/2] or [n, r/2], on ``rotation``'s device; layers with the same rotation can share them. A tensor
-    is never read back, so this can be part of a CUDA graph.
+    Both are float32 [r/2] or [n, r/2], on ``rotation``'s device; layers with the same rotation can share them. A CUDA
+    graph can capture this, because no tensor is read back.
     """
     angles = rotation.inv_freq * (delta if isinstance(delta, int) else delta.unsqueeze(-1))
     return angles.cos().float(), angles.sin().float()
 
 
 def rotate(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
-    """``keys`` [..., d] moved by the positions ``cos`` and ``sin`` stand for; computed in float32, in keys' dtype.
+    """Return a copy of ``keys [..., d]``, rotated by the angles of ``cos`` and ``sin``; computed in float32.
 
-    Dimensions that do not turn are returned unchanged. This operation does not modify ``keys``.
+    The result has the dtype of ``keys``; dimensions outside the rotation are unchanged.
     """
     half = rotation.inv_freq.numel()
     turning = keys[..., rotation.offset : rotation.offset + 2 * half].float()

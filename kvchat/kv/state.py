@@ -1,4 +1,4 @@
-"""KVState: the stored K/V of one conversation and its place in memory, as a mode sees it. It holds no policy."""
+"""KVState: the stored K/V of one conversation and its memory, as modes see them. It contains no policy."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.prompt_queries import PromptQueries
 from kvchat.kv.transfer import Transfer
 
-SEES_ALL = 2**40  # tokens, of a layer without a window
+SEES_ALL = 2**40  # ``sight`` of a layer without a window, in tokens
 
 
 class KVState:
-    """Host pool, device slots and what a step keeps between them.
+    """Host pool, device slots, and what is kept from one step to the next.
 
     Attributes:
-        host: every token's K/V, ``total`` tokens.
-        slots: the device slots of the current mode; ``slots_of[layer]`` are those that hold a layer.
-        capacity: tokens for which everything that grows with the conversation has room.
+        host: K/V of all ``total`` tokens.
+        slots: the device slots of the current mode; ``slots_of[layer]`` are those of one layer.
+        capacity: number of tokens that the slots have room for, where they grow with the conversation.
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
-        query: ``[layers, H_q, d_k]``, the last token's queries; ``prompt`` holds those of the last prompt's end.
-        control: ``[reserved]`` bool, the chat's control tokens, which a mode should keep if it has the choice.
-        pins: positions of the pinned messages' tokens, which every mode reads; ascending.
-        specs: each layer's attention rule; 1/sqrt(d_k) without a window until it is known.
-        scales, sight: their scales, and how many of the most recent tokens each layer sees: ``[layers]`` on the device.
-        quantizes: true if pages that get full are stored in 8 bits.
-        steps: decode steps so far; ``after_step`` is true while the last forward was one.
-        ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
+        query: ``[layers, H_q, d_k]``, the last token's queries; ``prompt`` has the queries of the last prompt's end.
+        control: ``[reserved]`` bool, marks the chat's control tokens, which a mode should keep if it can choose.
+        pins: ascending positions of the pinned messages' tokens, which every mode reads.
+        specs: each layer's attention rule; until it is known, scale 1/sqrt(d_k) and no window.
+        scales, sight: each layer's scale, and the number of most recent tokens it sees: ``[layers]`` on the device.
+        quantizes: true if full pages are quantized to 8 bits.
+        steps: decode steps so far; ``after_step`` is true if the last forward was one.
+        ops: the operations of a step on this device; ``transfer`` copies from host to slots and counts the copies.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, context: int) -> None:
@@ -82,37 +82,36 @@ class KVState:
 
     @property
     def read_pairs(self) -> int:
-        """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
+        """(token, layer, KV head) triples that attention has read in all steps so far; waits for the device."""
         return self._read_before + sum(int(slots.read_pairs) for slots in self.slots)
 
     def count_verified(self, tokens: int) -> None:
-        """Count the last ``tokens`` stored, which one forward verified, as steps that read everything."""
+        """Count the last ``tokens`` stored tokens, verified by one forward, as steps that read everything."""
         self.steps += tokens
         for position in range(self.total - tokens, self.total):
             for spec in self.specs:
                 self._read_before += self.geometry.kv_heads * (position + 1 - spec.first_seen(position + 1))
 
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
-        """Keep a layer's attention rule, which every forward passes again."""
+        """Remember a layer's attention rule; every forward passes it again."""
         if spec is not self.specs[layer]:
             self.specs[layer] = spec
             self.scales[layer] = spec.scaling
             self.sight[layer] = SEES_ALL if spec.window is None else spec.window
 
     def scaling(self, layer: int) -> float:
-        """Return the layer's attention scale; 1/sqrt(d_k) until its rule is known."""
         return self.specs[layer].scaling
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return the tensors that a step reads or changes and that last from step to step."""
+        """Return the tensors that a step reads or changes and that persist between steps."""
         slots = [tensor for slots in self.slots for tensor in slots.graph_buffers()]
         own = [self.query, self.position, self.control, self.scales, self.sight, self.transfer.counters]
         return [*own, *self.head_orders.values(), *slots, *self.host.graph_buffers()]
 
-    # ---- what is stored, between steps only
+    # ---- changes to the stored tokens, only between steps
 
     def truncate(self, tokens: int) -> None:
-        self.after_step = False  # first: if memory runs out below, tables still name what is gone
+        self.after_step = False  # first: if memory runs out below, tables still name forgotten tokens
         self.host.truncate(tokens)
         self.prompt.truncate(tokens)
         self.control[tokens:] = False
@@ -120,7 +119,7 @@ class KVState:
             slots.truncate(tokens)
 
     def adopt(self, prefix: CachedPrefix) -> None:
-        """Store the tokens of ``prefix`` in an empty state; ``total`` is then how many could be read."""
+        """Store the tokens of ``prefix`` in an empty state; ``total`` is then the number that could be read."""
         self.reserve(prefix.tokens)
         self.prepare_quantized(prefix.has_quantized)
         self.host.synchronize()
@@ -128,13 +127,13 @@ class KVState:
         self.control[torch.tensor([at for at in prefix.control if at < self.total], dtype=torch.int64)] = True
         self.query_bytes = prefix.query
 
-    # ---- room, between steps only
+    # ---- memory, only between steps
 
     def reserve(self, tokens: int) -> None:
         """Grow the host pool to ``tokens``.
 
         Raises:
-            DoesNotFitError: the host has no memory for them; what is stored is unchanged.
+            DoesNotFitError: there is not enough RAM; the stored tokens are unchanged.
         """
         self._leave_quantized()
         was_pinned = self.host.pinned
@@ -145,10 +144,10 @@ class KVState:
             self.control = torch.nn.functional.pad(self.control, (0, more))
 
     def quantize_pages(self, quantizes: bool) -> None:
-        """Quantize pages that get full from now on, or stop doing so; full pages stay as they are.
+        """Start or stop quantizing pages when they become full; pages that are full already do not change.
 
         Raises:
-            DoesNotFitError: the host has no memory for the first of them; nothing changed.
+            DoesNotFitError: there is not enough RAM for the first 8-bit page; nothing changed.
         """
         self.prepare_quantized(quantizes)
         self.quantizes = quantizes
@@ -158,30 +157,30 @@ class KVState:
 
     @property
     def left_quantized(self) -> list[int]:
-        """The pages of quantized tokens if 8 bits are no longer asked for, else none."""
+        """The pages with quantized tokens, if 8 bits are no longer wanted; otherwise empty."""
         return self.host.quantized_pages if isinstance(self.host, EightBitPool) and not self.quantizes else []
 
     @property
     def first_quantized(self) -> int:
-        """The number of tokens before ``left_quantized``; all if it is empty."""
+        """Number of tokens before ``left_quantized``; all if it is empty."""
         return min((page * self.geometry.page for page in self.left_quantized), default=self.total)
 
     def reusable(self, tokens: int) -> int:
-        """``tokens``, less those in a page of ``left_quantized`` that is reused in part: it would stay quantized."""
+        """Round ``tokens`` down to whole pages if they end in a ``left_quantized`` page, which would stay quantized."""
         page, inside = divmod(tokens, self.geometry.page)
         return tokens - inside if page in self.left_quantized else tokens
 
     def prepare_quantized(self, quantized: bool) -> None:
-        """Make the host pool one that holds 8-bit pages, if pages to come are ``quantized`` or were.
+        """Replace the host pool by one that can hold 8-bit pages, if coming pages are or were ``quantized``.
 
         Raises:
-            DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.
+            DoesNotFitError: there is not enough RAM for the first 8-bit page; nothing changed.
         """
         if quantized and not isinstance(self.host, EightBitPool):
             self._use_pool(EightBitPool(self.host, self.quantizes))
 
     def _leave_quantized(self) -> None:
-        """Make the host pool a full-precision one once no page is, was or will be in 8 bits."""
+        """Go back to a full-precision host pool once no page is, was or will be in 8 bits."""
         if isinstance(self.host, EightBitPool) and not (self.quantizes or self.host.has_quantized):
             self._use_pool(self.host.full_precision_pool())
 
@@ -190,11 +189,11 @@ class KVState:
         self.host = pool
 
     def allocate(self, layouts: Sequence[Layout], capacity: int) -> None:
-        """Replace all slots by empty ones of these layouts, made for ``capacity`` tokens."""
+        """Replace all slots by empty ones with these layouts, for ``capacity`` tokens."""
         self.release_slots()
         self.capacity = capacity
         self._use([DeviceSlots(layout, self.geometry, self.device) for layout in layouts])
-        # If a layer's heads are in several slots: how to put their outputs in the model's order. Growing keeps it.
+        # If several slots share a layer's heads: the order that restores the model's. Growing keeps it.
         self.head_orders = {
             layer: torch.cat([slots.heads_of(layer) for slots in held]).argsort()
             for layer, held in enumerate(self.slots_of)
@@ -202,7 +201,7 @@ class KVState:
         }
 
     def release_slots(self) -> None:
-        """Free the device slots before others are made; keep what they counted."""
+        """Free the device slots before others are allocated; keep their counts."""
         try:
             self._read_before = self.read_pairs
         finally:
@@ -210,10 +209,10 @@ class KVState:
             self.transfer.timer.clear()
 
     def resize(self, layouts: Sequence[Layout], capacity: int) -> None:
-        """Move what the slots hold into slots of ``layouts``; slots whose layout did not change stay."""
+        """Move the contents of the slots into slots with these ``layouts``; keep slots whose layout did not change."""
         pairs = zip(self.slots, layouts, strict=True)
         self._use([slots if slots.layout == layout else slots.grown(layout) for slots, layout in pairs])
-        # Last: if memory ran out above the next step tries again.
+        # Last, so that the next step tries again if memory ran out above.
         self.capacity = capacity
 
     def _use(self, slots: list[DeviceSlots]) -> None:

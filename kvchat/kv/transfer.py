@@ -1,6 +1,6 @@
-"""Recall: copies K/V that is missing from the host pool into slots, and counts and times it.
+"""Recall: copies missing K/V from the host pool into slots, and counts and times the copies.
 
-On a GPU copies run on a CUDA stream beside the model's, so that they overlap with the layers that follow.
+On a GPU the copies run on side streams, so that they overlap with the following layers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvchat.kv.memory.host_pool import copy_segments
 from kvchat.kv.ops.torch_ops import TorchOps
 
 STEPS = 256
-GRAPH = 2  # first steps of a kind, always timed: they warm up and capture the graph with the events
-EVERY = 16  # on a GPU one of so many steps of a kind is timed: events in all would take a tenth of an 8B's token
+GRAPH = 2  # The first steps of a kind are always timed: they warm up and capture the graph with the events.
+EVERY = 16  # On a GPU one step in 16 of a kind is timed: events in every step would cost a tenth of an 8B's token.
 
 
 class SideStream:
-    """A second stream; on a CPU everything runs in order.
+    """A second CUDA stream; on a CPU everything runs in order.
 
-    ``inside`` is true while it is entered, ``running`` from then until ``join``. It has a higher priority, which a CUDA
-    graph keeps: otherwise each of its small kernels would wait until a projection's thousands of programs have begun.
+    ``inside`` is true while it is entered, ``running`` from then until ``join``. Its priority is higher, also in a CUDA
+    graph; otherwise each small kernel would wait until thousands of thread blocks of a projection have started.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Lower numbers go first; the default is 0.
+        # Lower numbers run first; the default is 0.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs: list[Tensor] = []
         self.running = False
@@ -44,8 +44,8 @@ class SideStream:
     def __call__(self, *inputs: Tensor) -> Iterator[None]:
         """Queue the work inside behind everything queued so far; ``join`` waits for it.
 
-        Keep ``inputs`` alive until ``join()``; otherwise the allocator may reuse their memory while the side stream
-        still reads it.
+        ``inputs`` are kept alive until ``join``; otherwise the allocator could reuse their memory while the side
+        stream still reads it.
         """
         if self._stream is None:
             yield
@@ -69,14 +69,14 @@ class SideStream:
 
 
 class RecallTime(NamedTuple):
-    """Seconds of one step's copies, and the seconds that the model waited for them; the rest was hidden."""
+    """Seconds of one step's copies, and how many of them the model waited (``exposed``); the rest was hidden."""
 
     total: float
     exposed: float
 
 
 class Span(NamedTuple):
-    """Two events; the time between them counts as ``total`` copy time, as ``exposed`` time, or both."""
+    """Two events; the time between them counts as ``total`` copy time, as ``exposed`` time, or as both."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -85,13 +85,12 @@ class Span(NamedTuple):
 
 
 class StepTimer:
-    """Times the copies of each step; ``steps`` are those of the last 256 that copied.
+    """Times the copies of steps; ``steps`` has the times of the last 256 steps that copied anything.
 
-    ``timed`` counts all steps that were timed, also those that copied nothing, ``seconds`` the time of their copies.
+    ``timed`` counts all timed steps, also those that copied nothing; ``seconds`` is the total time of their copies.
     On a GPU one step in ``EVERY`` of a kind is timed (``times``), by events that a CUDA graph records at each replay;
-    steps that are not timed have a graph of their own. The events are read when the next step begins. If the device is
-    not done by then the step is left out, because a host that runs ahead must not wait for a figure. On a CPU a step
-    waits for its copies, and every step is timed.
+    other steps use a separate graph. The events are read when the next step begins. If the device has not finished by
+    then, the step is left out, so that the host never waits for a measurement. On a CPU every step is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,21 +105,21 @@ class StepTimer:
         self._queued = False
 
     def begin_forward(self, kind: Hashable) -> None:
-        """Begin the forward of a step of this ``kind``; a graph's replay does not come here."""
+        """Begin the forward of a step of this ``kind``; not called when a graph is replayed."""
         self._kind = kind
         if self.times:
             self._spans[kind] = []
 
     def copying(self, hidden: bool = False) -> AbstractContextManager[None]:
-        """Time the copies queued inside; ``hidden`` if the model's work goes on beside them."""
+        """Time the copies queued inside; they are ``hidden`` if the model computes meanwhile."""
         return self._span(total=True, exposed=not hidden)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Time for which the current stream waits for copies beside it."""
+        """Time how long the current stream waits for copies on a side stream."""
         return self._span(total=False, exposed=True)
 
     def end_step(self, kind: Hashable) -> None:
-        """All of a step of this ``kind`` was queued."""
+        """Note that all work of a step of this ``kind`` was queued."""
         self._kind, self._queued = kind, self._events and self.times
         if not self._events:
             self._add(RecallTime(self._of_step, self._of_step))
@@ -137,7 +136,7 @@ class StepTimer:
         self._begun[kind] += 1
 
     def clear(self) -> None:
-        """Forget the last steps: another mode begins."""
+        """Forget the last steps, because another mode begins."""
         self.steps.clear()
         self._spans.clear()
         self._queued = False
@@ -159,7 +158,7 @@ class StepTimer:
         if not self.times:
             yield
             return
-        # External: a graph that is being captured makes them events of its own, to be timed after each replay.
+        # External: a captured graph makes them its own events, which can be read after each replay.
         begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")  # type: ignore[no-untyped-call]
         begin.record(torch.cuda.current_stream(self._device))
         yield
@@ -168,7 +167,7 @@ class StepTimer:
 
 
 class Totals(NamedTuple):
-    """K/V pairs that steps moved or read over the link, those they wanted, heads they corrected, bytes they moved."""
+    """K/V pairs that steps moved or read over the link, pairs they wanted, heads they corrected, and bytes moved."""
 
     moved: int
     wanted: int
@@ -177,15 +176,15 @@ class Totals(NamedTuple):
 
 
 class Transfer:
-    """Moves rows from the host pool to slots; what runs on ``side_streams`` overlaps with the layers that follow.
+    """Copies rows from the host pool to slots; copies on ``side_streams`` overlap with the following layers.
 
-    There are two, so that choosing for a layer need not wait for the copies of the layer before.
+    There are two side streams, so that choosing for a layer need not wait for the previous layer's copies.
 
     Attributes:
-        counters: int64 ``[4, 4]`` on the device. Columns: K/V pairs (a token in one layer and KV head) moved or read
+        counters: int64 ``[4, 4]`` on the device. Columns: K/V pairs (one token in one layer and KV head) moved or read
             over the link; pairs wanted; moved pairs that came from 8-bit pages; heads corrected. Rows: the model's
-            stream; the two side streams, because two streams must not add to the same number; what is chosen a second
-            time for the same step, whose pairs are moved but not wanted again.
+            stream; the two side streams, because two streams must not add to the same number; second choices for the
+            same step, whose pairs are moved but not wanted again.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
@@ -200,13 +199,13 @@ class Transfer:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer and KV head, of a full-precision page."""
+        """Bytes of K and V of one token in one layer and KV head, in full precision."""
         return 2 * self.geometry.row_bytes
 
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
-        """Bring the pages ``placed [H, k]`` into the layer's page slots, which hold ``resident [H, k]`` (updated).
+        """Copy the pages ``placed [H, k]`` to the layer's page slots, which hold ``resident [H, k]`` (updated).
 
-        Both are int64, -1 is an empty slot. ``again``: they replace a choice made for the same step.
+        Both are int64; -1 is an empty slot. ``again``: they replace an earlier choice for the same step.
         """
         row = self._entered
         with self.timer.copying(row > 0):
@@ -214,7 +213,7 @@ class Transfer:
             resident.copy_(placed)
 
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
-        """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
+        """Copy the tokens ``placed [H, n]`` to the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
         ``resident``, part of a table, is updated. -1 is an empty slot.
         """
@@ -223,9 +222,9 @@ class Transfer:
             self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[row])
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
-        """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
+        """Make the tables of ``slots`` equal to ``wanted`` (int32, of the same shape) and copy the missing tokens.
 
-        Used between steps (entering a mode, after a prefill), so it may pick rows by their number on any device.
+        Only used between steps (when entering a mode, after a prefill), so shapes may depend on the data.
         """
         width = slots.layout.width(self.geometry)
         began, filled = time.perf_counter(), 0
@@ -244,7 +243,7 @@ class Transfer:
         self.filled_seconds += time.perf_counter() - began
 
     def load_into_free(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-        """Bring tokens ``positions [m]`` into slots ``targets [m]`` of an unordered layout where ``taken``."""
+        """Copy tokens ``positions [m]`` to slots ``targets [m]`` of an unordered layout where ``taken`` is true."""
         layers = slots.layout.last - slots.layout.first
         self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
         if (quantized := self.ops.host.quantized_at(positions * taken)) is not None:
@@ -256,10 +255,10 @@ class Transfer:
             self.ops.move_shared(slots, positions, targets, taken)
 
     def stage(self, slots: DeviceSlots, layer: int) -> None:
-        """Begin to copy the layer's first ``slots.staged`` pages to ``slots.staging``, behind everything queued so far.
+        """Start copying the layer's first ``slots.staged`` pages to ``slots.staging``, behind everything queued so far.
 
-        ``slots.arrived`` waits for the copies, which a CUDA graph can capture. They are not timed, because the rest of
-        what spills is read inside the attention kernel, where no event can time it.
+        ``slots.arrived`` waits for the copies; a CUDA graph can capture both. The copies are not timed, because the
+        other spilled pages are read inside the attention kernel, where no event can time them.
         """
         side_stream, _ = self.side_streams
         slots.staged_layer, slots.arrived = layer, side_stream.join
@@ -267,45 +266,45 @@ class Transfer:
             copy_segments(self.ops.host.segments(layer, 0, slots.staged), slots.staging[: slots.staged], to_device=True)
 
     def count_wanted(self, pairs: Tensor) -> None:
-        """Add K/V pairs (0-d) that a step wanted and nothing else counts."""
+        """Count K/V pairs (0-d) that a step wanted, where no other method counts them."""
         self.counters[0, 1].add_(pairs)
 
     def count_fetched(self, pairs: Tensor) -> None:
-        """Add K/V pairs (0-d) that attention read over the link without moving them."""
+        """Count K/V pairs (0-d) that attention read over the link without moving them."""
         self.counters[0, 0].add_(pairs)
-        if (share := self.ops.host.quantized_share) is not None:  # a fair share, because all that spills is read
+        if (share := self.ops.host.quantized_share) is not None:  # on average, because all spilled pages are read
             self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:
         self.counters[0, 3].add_(heads)
 
     def moved_bytes(self) -> int:
-        """Bytes copied to the device or read over the link so far; waits for the device."""
+        """Return the bytes copied to the device or read over the link so far; waits for the device."""
         return self.filled_bytes + self.totals.moved_bytes
 
     def _bytes(self, pairs: int, quantized: int) -> int:
-        """Bytes of K/V pairs, ``quantized`` of them of 8-bit pages; a page's scales are divided among its tokens."""
+        """Return the bytes of K/V ``pairs``, ``quantized`` of them from 8-bit pages, with their share of the scales."""
         return (pairs - quantized) * self.pair_bytes + quantized * block_bytes(self.geometry) // self.geometry.page
 
     @property
     def fill_rate(self) -> float:
-        """Bytes per second of the fills so far; 0 before one moved anything."""
+        """Bytes per second of the fills so far; 0 before the first that moved anything."""
         return self.filled_bytes / self.filled_seconds if self.filled_bytes else 0.0
 
     @property
     def totals(self) -> Totals:
-        """The counts of all steps so far; waits for the device, and takes no memory on it."""
+        """The counts of all steps so far; waits for the device, but allocates nothing on it."""
         rows = self.counters.tolist()
         moved, _, quantized, corrections = (sum(column) for column in zip(*rows, strict=True))
         wanted = sum(row[1] for row in rows[:-1])
         return Totals(moved, wanted, corrections, self._bytes(moved, quantized))
 
     def side_stream(self, layer: int = 0) -> SideStream:
-        """The stream for choosing and copying for a layer while others run; neighboring layers have different ones."""
+        """Return the side stream for choosing and copying for ``layer``; neighboring layers use different ones."""
         return self.side_streams[layer % 2]
 
     def join(self, *side_streams: SideStream) -> None:
-        """Let the current stream wait for these; for both if none is named."""
+        """Let the current stream wait for these side streams, or for both if none is given."""
         running = [each for each in side_streams or self.side_streams if each.running]
         if running:
             with self.timer.waiting():
@@ -314,5 +313,5 @@ class Transfer:
 
     @property
     def _entered(self) -> int:
-        """The row of ``counters`` for what is queued now."""
+        """The row of ``counters`` for work queued now."""
         return next((row for row, each in enumerate(self.side_streams, 1) if each.inside), 0)

@@ -1,7 +1,7 @@
-"""Memory that is still free, within the limits of the container, and what a mode needs against it.
+"""How much memory is free, within the container's limits, and whether a mode fits.
 
-Where memory is overcommitted nothing fails when it is asked for; the process is killed when it is touched. So it is
-read before it is taken.
+Linux overcommits memory: an allocation succeeds, but the process is killed when it touches it. So free memory is
+checked before each large allocation.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 PROC = Path("/proc")
-# Left to the framework, kernels' workspaces and the screen: 6 % of what is free, at most this much.
+# Maximum reserve for the framework, kernels' workspaces and the screen; otherwise 6 % of the free memory.
 MARGIN = 768 * 2**20
-LEAST_ADDRESSES = 1280 * 2**20  # with which torch and the bundled model start on a CPU
+LEAST_ADDRESSES = 1280 * 2**20  # address space with which torch and the bundled model start on a CPU
 UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A container's memory limit and what counts against it now, in bytes, without reclaimable file cache."""
+    """A container's memory limit and its current usage without reclaimable file cache, in bytes."""
 
     limit: int
     used: int
 
 
 def usable(free: int) -> int:
-    """The part of ``free`` bytes that may be taken; the rest is a reserve."""
+    """Return the part of ``free`` bytes that may be used; the rest is a reserve."""
     return free - min(MARGIN, free * 6 // 100)
 
 
 def host_free(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes of host memory that can still be used, within the container's limit where there is one."""
+    """Return the bytes of host memory that are still free, within the container's limit if there is one."""
     free = _available(proc)
     bound = container_limit(proc, cgroups)
     return free if bound is None else max(0, min(free, bound.limit - bound.used))
 
 
 def container_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit | None:
-    """The tightest memory limit over this process (cgroup v2 or v1), None where there is none or it cannot be read."""
+    """Return the tightest memory limit on this process (cgroup v2 or v1); None if there is none or it is unreadable."""
     limits = [limit for limit in map(_limit, _groups(proc, cgroups)) if limit]
     return min(limits, key=lambda limit: limit.limit - limit.used, default=None)
 
 
 def check_address_space(limit: int | None = None) -> None:
-    """Refuse to start torch where ``RLIMIT_AS`` leaves it too little: it would abort, or say nothing of memory."""
+    """Refuse to start torch if ``RLIMIT_AS`` is too low: it would abort, or fail without mentioning memory."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESSES:
         raise DoesNotFitError(
@@ -68,7 +68,7 @@ def check_address_space(limit: int | None = None) -> None:
 
 
 def _available(proc: Path) -> int:
-    """Bytes that the system can give without swapping: free pages and file cache."""
+    """Return the bytes that the system can provide without swapping: free pages and file cache."""
     fields = _fields(proc / "meminfo")
     if "MemAvailable" in fields:
         return fields["MemAvailable"] * 1024
@@ -80,14 +80,14 @@ def _available(proc: Path) -> int:
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Folders of the process' memory group and of all groups around it: each of them limits."""
+    """Yield the folders of the process's memory cgroup and of its parents; each of them can set a limit."""
     for line in system_text(proc / "self" / "cgroup").splitlines():
         _, _, entry = line.partition(":")
         controllers, colon, path = entry.partition(":")
         if not colon or controllers not in ("", "memory"):
             continue
         root = cgroups / controllers
-        # In a container the path may be the host's, of which only the root is seen.
+        # In a container the path may be the host's, and only the root is visible.
         inner = Path(path.lstrip("/"))
         yield from (root / group for group in (inner, *inner.parents))
 
@@ -104,15 +104,15 @@ def _limit(group: Path) -> Limit | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """The numbers of a file of ``name number`` lines; none where it cannot be read."""
+    """Return the numbers of a file with ``name number`` lines; empty if it cannot be read."""
     pairs = (line.replace(":", " ").split()[:2] for line in system_text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 class SwitchCost(NamedTuple):
-    """The cost of entering a mode: bytes moved to the device (at most), its device bytes afterwards, and seconds.
+    """The cost of entering a mode: the most bytes moved to the device, the mode's device bytes, and the time.
 
-    ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
+    ``seconds`` follows from the rate of earlier fills or of the link; None if neither was measured.
     """
 
     moved_bytes: int
@@ -122,7 +122,7 @@ class SwitchCost(NamedTuple):
 
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        import torch  # who only asks for the host's has not imported it
+        import torch  # not imported by callers that only ask for host memory
 
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -130,7 +130,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int) -> None:
-    """Refuse a ``mode`` whose ``needed`` bytes are more than is free once the old mode has ``released`` its own."""
+    """Refuse a ``mode`` that needs more bytes than are free once the old mode has ``released`` its own."""
     left = usable(free_bytes(device) + released)
     if needed > left:
         raise DoesNotFitError(

@@ -1,8 +1,8 @@
-"""Device slots: room for tokens' K/V on the compute device, and the slot table that names the position in each slot.
+"""Device slots: space for K/V on the compute device, and the slot table with the position of the token in each slot.
 
-Attention knows nothing else: it reads the slots whose table entry is not -1. A layout is
-``[pages * p | sink | pinned | window | rest of the last page]``: retrieved pages first, so that each is one aligned
-block.
+Attention reads the slots whose table entry is not -1. Slots are in the order
+``[pages * p | sink | pinned | window | rest of the last page]``; retrieved pages come first, so that each is one
+aligned block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.pinned import use_huge_pages
 
 EMPTY = -1
-SINKS_OF_GUESS = 4  # first tokens that a step reads whose token is only a guess
+SINKS_OF_GUESS = 4  # number of first tokens that a step reads if its token is only a guess
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,14 @@ class Layout:
     """What the slots of layers ``first`` to ``last`` (exclusive) hold: sinks, a window, retrieved pages, pinned tokens.
 
     Attributes:
-        shared: all layers and heads hold the same tokens and have one table.
-        heads: the KV heads that have slots, equally many in each layer; None for all.
-        unordered: a token may lie in any slot; a new one takes a free slot, which the mode provides. Only for a shared
-            window.
+        shared: all layers and heads hold the same tokens and share one table.
+        heads: the KV heads that have slots, equally many per layer; None for all.
+        unordered: a token can be in any slot; the mode frees a slot for each new one. Only for a shared window.
         spills: attention reads tokens that left the window from the host pool. Only without pages.
-        pinned: tokens of pinned messages, which keep their slots; other slots of the same tokens stay masked.
-        in_place: there is a table alone, in unified memory; attention reads the tokens it names in the host pool. Only
-            for a window that is unordered or not shared.
-        staged: pages that can be copied ahead, the first of what spills, to a buffer that all layers share.
+        pinned: number of pinned messages' tokens, which keep their slots; other slots of these tokens are masked.
+        in_place: in unified memory, there is only a table, and attention reads its tokens from the host pool. Only for
+            a window that is unordered or not shared.
+        staged: number of spilled pages, from the first on, that can be prefetched to a buffer shared by all layers.
     """
 
     first: int
@@ -52,19 +51,19 @@ class Layout:
 
     @property
     def listed(self) -> bool:
-        """In place, and the mode rewrites each layer's table in every step before the layer attends."""
+        """True for a layout in place whose tables the mode rewrites in every step, before each layer attends."""
         return self.in_place and not self.shared
 
     def width(self, geometry: Geometry) -> int:
-        """KV heads per layer."""
+        """Return the number of KV heads per layer."""
         return len(self.heads[0]) if self.heads else geometry.kv_heads
 
     def slots(self, page: int) -> int:
-        """Slots per KV head and layer, whole pages."""
+        """Return the slots per KV head and layer, in whole pages."""
         return -(-(self.pages * page + self.sink + self.pinned + self.window) // page) * page
 
     def nbytes(self, geometry: Geometry) -> int:
-        """Bytes that ``DeviceSlots`` of this layout allocate."""
+        """Return the bytes that ``DeviceSlots`` with this layout allocate."""
         n = self.slots(geometry.page)
         heads = (self.last - self.first) * self.width(geometry)
         tables = (1 if self.shared else heads) * (2 - self.listed) + (self.unordered and not self.in_place)
@@ -73,7 +72,7 @@ class Layout:
         return kv + pages + tables * n * torch.int32.itemsize + self.staged * geometry.page_bytes
 
     def kv_bytes(self, geometry: Geometry, slots: int) -> int:
-        """Bytes of K and V in so many slots of each layer and KV head."""
+        """Return the bytes of K and V of ``slots`` slots in each layer and KV head."""
         return (self.last - self.first) * self.width(geometry) * slots * 2 * geometry.row_bytes
 
 
@@ -82,23 +81,23 @@ class DeviceSlots:
 
     Attributes:
         heads: ``[layers, H]``, the KV heads; None for all.
-        kv: keys and values, ``[layers, 2, H, n, d]``; none in place.
-        table: the position in each slot or -1, int32 ``[tables, H or 1, n]``; in place it is filled from the front.
-        attended: the table as the last attention saw it; of a ``listed`` layout the table itself.
-        named: of a ``listed`` layout the entries of each layer's table, ascending and equally many for all heads.
+        kv: keys and values, ``[layers, 2, H, n, d]``; empty if in place.
+        table: the position in each slot or -1, int32 ``[tables, H or 1, n]``; if in place, filled from the front.
+        attended: the table as the last attention saw it; in a ``listed`` layout, the table itself.
+        named: in a ``listed`` layout, the number of entries of each layer's table (ascending, the same for all heads).
         pages: the pages in the page slots, int64 ``[layers, H, k]``; the table says which of their tokens may be read.
-        page_blocks: the rows of ``blocks`` in which they lie, ``[H, k]``.
-        held: of an unordered layout the token in each slot, read or not, int32 ``[n]``; the mode keeps it up to date.
+        page_blocks: the rows of ``blocks`` that hold these pages, ``[H, k]``.
+        held: in an unordered layout, the token in each slot, read or not, int32 ``[n]``; updated by the mode.
         current_slot: the slot of the token being decoded, int64 ``[1]``.
         ring: the first slot of the window.
         read_pairs: (token, KV head, layer) triples that attention read, summed over steps.
-        recent_only: if not 0 the step's token is only a guess: attention reads nothing that spills, and without slots
-            only the sinks and so many recent tokens.
-        on_cpu: the last of the tokens that spill, which the CPU attends to.
-        other_part: in a layer where the CPU or an index covers other tokens, gives attention to them as in ``attend``.
-        staging: room for staged pages, ``[staged, kv_heads, 2, p, d]`` as in the host pool; once ``arrived`` was called
-            its first ``staged`` pages are those of layer ``staged_layer``.
-        stored: by layer, ``kv`` as a CPU's operations see it.
+        recent_only: if not 0, the step's token is only a guess: attention reads no spilled tokens and, without slots,
+            only the sinks and this many recent tokens.
+        on_cpu: the last of the spilled tokens, to which the CPU attends.
+        other_part: returns attention to other tokens, as ``attend`` takes it, if the CPU or an index covers them.
+        staging: buffer for staged pages, ``[staged, kv_heads, 2, p, d]`` as in the host pool; after a call of
+            ``arrived`` its first ``staged`` pages are those of layer ``staged_layer``.
+        stored: by layer, ``kv`` in the form that the CPU's operations use.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -146,11 +145,11 @@ class DeviceSlots:
         return [*changed, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
-        """The KV heads held, ``[H]`` int64."""
+        """Return the layer's KV heads, ``[H]`` int64."""
         return self._all if self.heads is None else self.heads[layer - self.layout.first]
 
     def pick(self, layer: int, tensor: Tensor, dim: int) -> Tensor:
-        """Select, along ``dim`` (all KV heads) of ``tensor``, the KV heads that have slots here."""
+        """Select the KV heads that have slots here along ``dim`` (all KV heads) of ``tensor``."""
         return tensor if self.heads is None else tensor.index_select(dim, self.heads_of(layer))
 
     def keys(self, layer: int) -> Tensor:
@@ -162,7 +161,7 @@ class DeviceSlots:
         return self.kv[layer - self.layout.first, 1, :, :, : self.geometry.d_v]
 
     def rows(self, layer: int) -> Tensor:
-        """``[2 * H * n, d]``; V lies ``H * n`` rows after K."""
+        """``[2 * H * n, d]``; V is ``H * n`` rows after K."""
         return self.kv[layer - self.layout.first].view(-1, self.geometry.d)
 
     def blocks(self, layer: int) -> Tensor:
@@ -170,27 +169,27 @@ class DeviceSlots:
         return self.kv[layer - self.layout.first].view(-1, self.geometry.page * self.geometry.d)
 
     def table_of(self, layer: int) -> Tensor:
-        """The layer's table, ``[H or 1, n]``."""
+        """Return the layer's table, ``[H or 1, n]``."""
         return self.table[0 if self.layout.shared else layer - self.layout.first]
 
     def attended_of(self, layer: int) -> Tensor:
-        """The positions that the layer's last attention could read, by slot, ``[H or 1, n]``."""
+        """Return the position in each slot that the layer's last attention could read, ``[H or 1, n]``."""
         return self.attended[0 if self.layout.shared else layer - self.layout.first]
 
     def pages_of(self, layer: int) -> Tensor:
-        """The pages in the layer's page slots, ``[H, k]``."""
+        """Return the pages in the layer's page slots, ``[H, k]``."""
         return self.pages[layer - self.layout.first]
 
     def slot_of(self, positions: Tensor) -> Tensor:
-        """The slots of tokens that are sinks or in the window: sinks in order, then a ring."""
+        """Return the slots of tokens that are sinks (in order) or in the window (a ring)."""
         s, w = self.layout.sink, self.layout.window
         return torch.where(positions < s, self.offset + positions, self.ring + (positions - s) % max(1, w))
 
     def assign(self, position: Tensor) -> None:
-        """Give the new token (0-d int64 ``position``) its slot in every table; the token that was there is released."""
+        """Give the token at ``position`` (0-d int64) its slot in every table; release the token that was there."""
         if not self.n or self.layout.listed:
             return
-        if self.layout.unordered:  # an empty one; any if all are taken
+        if self.layout.unordered:  # an empty slot; any if all are taken
             empty = self.table[0, 0] == EMPTY
             slot = (~empty).sum() if self.layout.in_place else empty.to(torch.int32).topk(1).indices
         else:
@@ -201,12 +200,12 @@ class DeviceSlots:
         self._write_rows = self._row_starts + slot
 
     def write(self, layer: int, kv: Tensor) -> None:
-        """Write the new token's ``kv [2, kv_heads, d]`` to its slot, where there are any."""
+        """Write the new token's ``kv [2, kv_heads, d]`` to its slot, if there are any."""
         if self.kv.shape[3]:
             self.rows(layer).index_copy_(0, self._write_rows, self.pick(layer, kv, 1).flatten(0, 1))
 
     def open_pages(self, layers: slice, first: int, last: Tensor) -> None:
-        """Let attention read the tokens ``first`` to ``last`` (0-d int64, inclusive) of the resident pages."""
+        """Let attention read the tokens from ``first`` to ``last`` (0-d int64, inclusive) in the resident pages."""
         p = self.geometry.page
         pages = self.pages[layers, :, :, None]
         tokens = pages * p + torch.arange(p, device=pages.device)
@@ -214,21 +213,21 @@ class DeviceSlots:
         self.table[layers, :, : self.offset] = tokens.masked_fill(masked, EMPTY).flatten(2).to(torch.int32)
 
     def list_range(self, layer: int, first: int, end: int) -> None:
-        """Name the tokens from ``first`` up to ``end`` in the layer's table."""
+        """List the tokens from ``first`` up to ``end`` in the layer's table."""
         table, n = self.table_of(layer), end - first
         table[:, :n] = torch.arange(first, end, dtype=torch.int32)
         table[:, n:] = EMPTY
         self.named[layer - self.layout.first] = n
 
     def truncate(self, tokens: int) -> None:
-        """Release everything from position ``tokens`` on; also the page it lies in, which will be written again."""
+        """Release all tokens from position ``tokens`` on, and the page with that position, which will be rewritten."""
         self.table.masked_fill_(self.table >= tokens, EMPTY)
         self.pages.masked_fill_(self.pages >= tokens // self.geometry.page, EMPTY)
 
     def grown(self, layout: Layout) -> DeviceSlots:
-        """The same tokens in more slots; only for unordered layouts and windows that have not wrapped around yet.
+        """Return the same tokens in more slots; only for unordered layouts and windows that have not wrapped around.
 
-        If only ``spills`` or ``staged`` change the slots stay as they are.
+        If only ``spills`` or ``staged`` change, the slots stay where they are.
         """
         if replace(layout, spills=self.layout.spills, staged=self.layout.staged) == self.layout:
             self.layout = layout
@@ -254,7 +253,7 @@ class DeviceSlots:
         return torch.empty((self.layout.staged, g.kv_heads, 2, g.page, g.d), dtype=g.dtype, device=device)
 
     def _resettled(self, layout: Layout) -> DeviceSlots:
-        """The tokens of an unordered layout, moved to the first slots of ``layout``."""
+        """Return slots of ``layout`` with the tokens of this unordered layout moved to the front."""
         other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)
         held, read = (
@@ -272,9 +271,9 @@ class DeviceSlots:
         self._unmasked.clear()
 
     def bias(self, layer: int, position: Tensor, window: int | None) -> Tensor:
-        """The additive mask ``[H or 1, 1, n]``: 0 where the layer may read the slot, else -inf; called once a step.
+        """Return the additive mask ``[H or 1, 1, n]``: 0 if the layer may read the slot, otherwise -inf.
 
-        Notes what is read. Layers that share a table and a window share the mask.
+        Counts what is read, so call it once per layer and step. Layers with the same table and window share a mask.
         """
         key = (0 if self.layout.shared else layer, window)
         if key not in self._masks:
@@ -292,7 +291,7 @@ class DeviceSlots:
         return bias
 
     def unmasked(self, bias: Tensor, window: int | None) -> Tensor:
-        """The slots that ``bias``, of a shared table and a window, leaves open: int32 ``[1, m]``."""
+        """Return the slots that ``bias``, the mask of a shared table and a window, allows: int32 ``[1, m]``."""
         if window not in self._unmasked:
             self._unmasked[window] = (bias[0, 0] == 0).nonzero().view(1, -1).to(torch.int32)
         return self._unmasked[window]

@@ -1,11 +1,11 @@
-"""8-bit pages: keys quantized per channel of a page, values per token.
+"""8-bit pages: keys are quantized per channel of a page, values per token.
 
-A few channels of the keys are large in all tokens, no channel of the values is (KIVI, arXiv 2402.02750): a scale for
-each would waste the codes of the other. A scale is the largest magnitude over 127, in the model's dtype; codes are made
-with that rounded scale, so its rounding costs nothing.
+A few channels of the keys are large in all tokens, but no channel of the values is (KIVI, arXiv 2402.02750), so each
+needs scales along a different axis. A scale is the largest magnitude divided by 127, in the model's dtype. Codes are
+computed with the rounded scale, so that its rounding adds no error.
 
-A block is a page of one KV head, ``block_bytes`` bytes: codes of K and of V ``[2, p, d]`` (int8), scales of K's
-channels ``[d]`` and of V's tokens ``[p]``.
+A block is a page of one KV head, ``block_bytes`` bytes: codes of K and V ``[2, p, d]`` (int8), scales of K's channels
+``[d]`` and of V's tokens ``[p]``.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ LARGEST = 127
 
 
 def block_bytes(g: Geometry) -> int:
-    """Bytes of a page of one KV head in 8 bits."""
+    """Return the bytes of an 8-bit page of one KV head."""
     return 2 * g.page * g.d + (g.d + g.page) * g.dtype.itemsize
 
 
 def page_bytes(g: Geometry) -> int:
-    """Bytes of a page of one layer in 8 bits."""
+    """Return the bytes of an 8-bit page of one layer."""
     return g.kv_heads * block_bytes(g)
 
 
 def share(g: Geometry) -> float:
-    """Bytes of an 8-bit page for each of an exact one."""
+    """Return the bytes of an 8-bit page relative to a full-precision page."""
     return page_bytes(g) / g.page_bytes
 
 
 def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of ``blocks [..., block_bytes]`` (uint8).
+    """Return views of ``blocks [..., block_bytes]`` (uint8).
 
-    Codes ``[..., 2, p, d]``, scales of K ``[..., d]`` and of V ``[..., p]``.
+    They are codes ``[..., 2, p, d]``, scales of K ``[..., d]`` and scales of V ``[..., p]``.
     """
     codes = 2 * g.page * g.d
     scales = blocks[..., codes:].view(g.dtype)
@@ -48,7 +48,7 @@ def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize(pages: Tensor, g: Geometry) -> Tensor:
-    """Blocks ``[..., block_bytes]`` (uint8) of full-precision ``pages [..., 2, p, d]``."""
+    """Quantize full-precision ``pages [..., 2, p, d]`` to blocks ``[..., block_bytes]`` (uint8)."""
     keys, values = pages.float().unbind(-3)
     of_keys, of_values = ((x.abs().amax(dim) / LARGEST).to(g.dtype) for x, dim in ((keys, -2), (values, -1)))
     codes = torch.stack((_codes(keys, of_keys.unsqueeze(-2)), _codes(values, of_values.unsqueeze(-1))), -3)
@@ -57,18 +57,18 @@ def quantize(pages: Tensor, g: Geometry) -> Tensor:
 
 
 def dequantize(blocks: Tensor, g: Geometry) -> Tensor:
-    """The K/V ``[..., 2, p, d]`` that ``blocks [..., block_bytes]`` stand for, in the model's dtype."""
+    """Dequantize ``blocks [..., block_bytes]`` to K/V ``[..., 2, p, d]`` in the model's dtype."""
     codes, of_keys, of_values = parts(blocks, g)
     keys, values = codes.unbind(-3)
     return torch.stack((scaled(keys, of_keys.unsqueeze(-2)), scaled(values, of_values.unsqueeze(-1))), -3)
 
 
 def scaled(codes: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that ``codes`` (int8) encode, in the dtype of their ``scales`` (broadcast)."""
+    """Return the values of ``codes`` (int8), in the dtype of their ``scales`` (broadcast)."""
     return (codes.float() * scales.float()).to(scales.dtype)
 
 
 def _codes(x: Tensor, scales: Tensor) -> Tensor:
     scales = scales.float()
-    # A scale of 0 stands for zeros only. Halves go up: the same rule in every kernel.
+    # A scale of 0 means that all values are 0. Halves are rounded up, as in every other kernel.
     return (x / scales.where(scales > 0, 1.0) + 0.5).floor_().clamp_(-LARGEST, LARGEST).to(torch.int8)

@@ -1,11 +1,11 @@
-"""The host pool of a conversation whose full pages are kept in 8 bits.
+"""The host pool of a conversation whose full pages are stored in 8 bits.
 
-A page is written in full precision, token by token, and quantized when it is full. So pages are in two pools: the
-full-precision one has that which is not full, and those that got full before 8 bits were asked for or when they no
-longer were; ``eight_bit`` has all others. Any mixture is a conversation. ``places [page]`` (int64, on the device) says
-where each page is: its index in the full-precision pool or, as ``~index``, in ``eight_bit``.
+A page is written in full precision, token by token, and quantized when it is full. So pages are in two pools:
+``eight_bit`` has the quantized pages; the full-precision pool has the page that is not full, and pages that became full
+while 8 bits were off. A conversation can mix them in any order. ``places [page]`` (int64, on the device) says where
+each page is: its index in the full-precision pool or, as ``~index``, in ``eight_bit``.
 
-If an 8-bit page is truncated inside, what follows is appended to the values that its codes stand for.
+If a truncation cuts into an 8-bit page, the page is dequantized before tokens are appended to it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvchat.kv.memory.pages import Pages, copied
 
 
 class EightBitPool(HostPool):
-    """Takes over what ``pool`` holds, between two steps; while it ``quantizes``, pages that get full become 8-bit ones.
+    """Takes over the contents of ``pool``, between two steps; while it ``quantizes``, full pages become 8-bit pages.
 
-    ``reserve(tokens)`` also chooses the places of the pages that a forward up to ``tokens`` writes; setting ``total``
-    to so many then makes them the conversation's. Until then nothing stored is overwritten.
+    ``reserve(tokens)`` also plans the places of the pages that a forward up to ``tokens`` writes. Setting ``total`` to
+    that number adds these pages to the conversation; until then no stored token is overwritten.
 
     Raises:
-        DoesNotFitError: the host has no memory for the first of them.
+        DoesNotFitError: there is not enough RAM for the first 8-bit page.
     """
 
     def __init__(self, pool: HostPool, quantizes: bool = True) -> None:
@@ -45,13 +45,13 @@ class EightBitPool(HostPool):
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_quantized = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._published = self._published_next = 0  # pages whose places the device knows, also that of the next token
+        self._published = self._published_next = 0  # pages whose places are on the device; the ``next_quantized`` there
 
     # ---- what is stored
 
     @property
     def total(self) -> int:
-        """Tokens stored. It grows to what was reserved last."""
+        """Number of stored tokens; it grows to the number that was reserved last."""
         return self._total
 
     @total.setter
@@ -86,7 +86,7 @@ class EightBitPool(HostPool):
         return [place < 0 for place in self._pages]
 
     def full_precision_pool(self) -> HostPool:
-        """A pool of what is stored, none of it in 8 bits, in this one's memory; its pages begin in order."""
+        """Return a full-precision pool with the same memory; no page is in 8 bits, and all are in order."""
         pool = object.__new__(HostPool)
         vars(pool).update({name: getattr(self, name) for name in self._taken_over})
         pool.total = self._total
@@ -98,12 +98,12 @@ class EightBitPool(HostPool):
 
     @property
     def quantized_pages(self) -> list[int]:
-        """The pages that are 8-bit ones, or were before they were cut off."""
+        """The pages that are 8-bit, or were until a truncation cut into them."""
         return [page for page, place in enumerate(self._pages) if place < 0 or page in self._dequantized]
 
     @property
     def has_quantized(self) -> bool:
-        """True if ``quantized_pages`` has any, without a look at each: it is asked at every step."""
+        """True if ``quantized_pages`` is not empty; cheaper, because every step asks for it."""
         return bool(self._dequantized or self._free_quantized.used)
 
     @property
@@ -126,13 +126,13 @@ class EightBitPool(HostPool):
         own = [self.places, self.next_quantized, self._share]
         return [*super().graph_buffers(), *self.eight_bit.graph_buffers(), *own]
 
-    # ---- room
+    # ---- memory
 
     def reserve(self, tokens: int) -> bool:
-        new = self.geometry.pages(tokens) - len(self._pages) + 2  # one that is dequantized, and one being written
+        new = self.geometry.pages(tokens) - len(self._pages) + 2  # one for a dequantized page, one being written
         full = max(0, tokens // self.geometry.page - self._total // self.geometry.page)
         moved = super().reserve(self._free.after(new if not self.quantizes else 2) * self.geometry.page)
-        # One more: every step writes an 8-bit page, which counts only if its token filled the page.
+        # One more, because every step writes an 8-bit page, which counts only if its token filled the page.
         moved |= self._reserve_quantized((full if self.quantizes else 0) + 1)
         if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
             self._dequantize_last()
@@ -142,11 +142,11 @@ class EightBitPool(HostPool):
     def _reserve_quantized(self, pages: int) -> bool:
         """Make room for ``pages`` more 8-bit pages; True if their views changed."""
         p = self.geometry.page
-        self.eight_bit.total = self._free_quantized.after(0) * p  # what it copies if it has to move
+        self.eight_bit.total = self._free_quantized.after(0) * p  # the part to copy if it has to move
         return self.eight_bit.reserve(self._free_quantized.after(pages) * p)
 
     def _planned(self, tokens: int) -> list[int]:
-        """The places of the pages from that of the next token on, once ``tokens`` are stored."""
+        """Return the places of the pages from the next token's on, once ``tokens`` are stored."""
         p = self.geometry.page
         first, full = self._total // p, tokens // p - self._total // p
         opened = self._pages[first:]
@@ -156,7 +156,7 @@ class EightBitPool(HostPool):
         return [~index for index in self._free_quantized.lowest(full)] + self._free.lowest(1 if tokens % p else 0)
 
     def _dequantize_last(self) -> None:
-        """Dequantize the last page, an 8-bit one truncated inside, so that tokens can be appended."""
+        """Dequantize the last page, into which a truncation cut, so that tokens can be appended."""
         index, (place,) = self._pages[-1], self._free.lowest(1)
         for layer in range(self.geometry.layers):
             page = eight_bit_pages.dequantize(self.eight_bit.table(layer)[~index], self.geometry)
@@ -168,7 +168,7 @@ class EightBitPool(HostPool):
         self._free_quantized.give_back([~index])
 
     def _publish(self, coming: list[int]) -> None:
-        """Let the device know where the pages lie, also the one that the next token opens."""
+        """Copy the places of new pages to the device, including a page that the next token opens."""
         opened = [] if self._total % self.geometry.page else [place for place in coming[:1] if place >= 0]
         first, end = min(self._published, len(self._pages)), len(self._pages) + len(opened)
         if end > len(self.places):
@@ -201,7 +201,7 @@ class EightBitPool(HostPool):
     # ---- reading and writing between steps
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Write the tokens after those stored, as ``reserve`` planned it; those before them in their page stay."""
+        """Write new tokens to the pages that ``reserve`` planned; earlier tokens in the same page are kept."""
         g, p = self.geometry, self.geometry.page
         head, tokens = start % p, start % p + k.shape[1]
         rows = k.new_zeros((2, g.kv_heads, tokens, g.d))
@@ -234,10 +234,10 @@ class EightBitPool(HostPool):
         )
 
     def put(self, first: int, pages: Pages) -> None:
-        """Store ``pages`` of both kinds from page ``first`` on, in place of all that follow it.
+        """Replace all pages from page ``first`` on by ``pages`` of both kinds.
 
         Raises:
-            DoesNotFitError: the host has no memory for them.
+            DoesNotFitError: there is not enough RAM.
         """
         self._keep(first)
         self._total = min(self._total, first * self.geometry.page)
@@ -260,7 +260,7 @@ class EightBitPool(HostPool):
         self._dequantized |= {first + page for page in pages.dequantized}
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
-        """``HostPool.dense`` of stored tokens: a copy, dequantized."""
+        """``HostPool.dense`` of stored tokens, as a dequantized copy."""
         g = self.geometry
         places = torch.tensor(self._pages[page : g.pages(tokens)], dtype=torch.int64, device=self.device)
         whole = torch.empty((2, g.kv_heads, len(places), g.page, g.d), dtype=g.dtype, device=self.device)
@@ -276,7 +276,7 @@ class EightBitPool(HostPool):
         heads_first = whole.flatten(2, 3)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
-    # ---- where tokens lie
+    # ---- which tokens are quantized
 
     def quantized_at(self, positions: Tensor) -> Tensor:
         return self._looked_up(positions)[0] < 0
@@ -285,14 +285,14 @@ class EightBitPool(HostPool):
     def quantized_share(self) -> Tensor:
         return self._share
 
-    # ---- reading in a step: of fixed shape on a GPU
+    # ---- reading in a step: with fixed shapes on a GPU
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
         place, offset = self._looked_up(positions)
         return super().row_index(place.clamp(min=0) * self.geometry.page + offset, heads)
 
     def read_pages(self, layer: int, pages: Tensor, heads: Tensor) -> Tensor:
-        """K and V ``[2, m, p, d]`` of ``pages [m]`` of KV ``heads [m]``, on the device."""
+        """Return K and V ``[2, m, p, d]`` of ``pages [m]`` in KV ``heads [m]``, on the device."""
         places = self.places[pages]
 
         def full_precision(place: Tensor, head: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ class EightBitPool(HostPool):
         return self._of_either(places, full_precision, quantized, heads).transpose(0, 1)
 
     def read_tokens(self, layer: int, positions: Tensor, heads: Tensor) -> Tensor:
-        """K and V ``[2, m, d]`` of tokens ``positions [m]`` of KV ``heads [m]``, on the device."""
+        """Return K and V ``[2, m, d]`` of tokens ``positions [m]`` in KV ``heads [m]``, on the device."""
         places, offsets = self._looked_up(positions)
 
         def full_precision(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
@@ -319,14 +319,14 @@ class EightBitPool(HostPool):
         return self._of_either(places, full_precision, quantized, heads, offsets).transpose(0, 1)
 
     def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The entries in ``places`` of the pages of ``positions``, and the offsets of the tokens within their pages."""
+        """Return the places of the pages of ``positions``, and the offsets of the tokens within their pages."""
         page = torch.div(positions, self.geometry.page, rounding_mode="floor")
         return self.places[page], positions % self.geometry.page
 
     def _of_either(
         self, places: Tensor, full_precision: Callable[..., Tensor], quantized: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
-        """Read each of ``places [m]`` by the function for its kind; on a GPU run both, as reading back would wait."""
+        """Read each of ``places [m]`` with the function for its kind; on a GPU run both, to avoid a synchronization."""
         is_full_precision, held = places >= 0, self.table(0).device
         index, where = torch.where(is_full_precision, places, ~places).to(held), tuple(x.to(held) for x in where)
         if self.device.type == "cpu" and bool(is_full_precision.all()):
@@ -342,7 +342,7 @@ class EightBitPool(HostPool):
 
 
 class FreeList:
-    """The free indices: those given back, and all from ``end`` on."""
+    """The free indices of a table: those given back, and all from ``end`` on."""
 
     def __init__(self, end: int) -> None:
         self._end = end
@@ -350,23 +350,23 @@ class FreeList:
 
     @property
     def used(self) -> int:
-        """How many indices are not free."""
+        """Number of indices that are not free."""
         return self._end - len(self._returned)
 
     def lowest(self, number: int) -> list[int]:
-        """The ``number`` lowest free indices, ascending."""
+        """Return the ``number`` lowest free indices, ascending."""
         found = self._returned[:number]
         return [*found, *range(self._end, self._end + number - len(found))]
 
     def after(self, number: int) -> int:
-        """The length that a table needs to hold every index in use after ``number`` more are taken."""
+        """Return the length of the table once ``number`` more indices are taken."""
         return self._end + max(0, number - len(self._returned))
 
     def take(self, indices: Iterable[int]) -> None:
         """Mark ``indices``, which ``lowest`` returned, as used."""
         for index in sorted(indices):
             if index < self._end:
-                self._returned.remove(index)  # one of the first
+                self._returned.remove(index)  # fast, because it is one of the first
             else:
                 assert index == self._end
                 self._end += 1

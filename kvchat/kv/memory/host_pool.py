@@ -1,15 +1,15 @@
-"""The host pool: every token's K and V, in every mode, always complete.
+"""The host pool: the K and V of every token, in every mode.
 
-One array ``[page, H, 2, p, d]`` per layer, cut into rows (a token's K or V of one head) and blocks (a page's K or V of
-one head). A layout says what is next to what: ``ByPage`` for a GPU, which fetches pages, ``ByHead`` for a CPU; 8-bit
-pages are by page in either case. A new token's K/V is written to it as soon as it is computed, so evicting from the
-device costs nothing. Pages of a conversation that is not the current one are parked in plain host memory.
+A layer is one array ``[page, H, 2, p, d]``. A row is a token's K or V of one head, a block a page's K or V of one head.
+The layout in memory is ``ByPage`` for a GPU, which fetches pages, and ``ByHead`` for a CPU; 8-bit pages are always by
+page. New K/V are written to the pool at once, so evicting from the device costs nothing. Pages of a conversation that
+is not the current one are parked in pageable host memory.
 
-Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
-from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device
-reads and writes the pool through an alias of the same bytes. If pinning fails the pool is pageable: the same calls
-gather on the CPU and copy, which is slow but correct, and cannot be captured. What was pinned stays pinned, and the
-rest is tried again each time the pool grows.
+Each layer has one ``PinnedRegion``: address space for the model's whole context, whose memory is committed from the
+front as the conversation grows. Addresses do not change, so views and captured CUDA graphs stay valid, and the device
+reads and writes the pool through an alias of the same bytes. If pinning fails, the pool is pageable: the same calls
+gather on the CPU and copy, which is slow but correct, and cannot be captured. Each time the pool grows, it tries to pin
+the rest again.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, in_system_pages
 
-# Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
+# Pinned memory grows in steps that double up to this many bytes over all layers. A step takes about 0.5 s/GiB.
 STEP_BYTES = 256 * 2**20
 
 
 class HostPool:
     """Pages of all layers. ``total`` tokens are stored; memory grows in place up to ``context`` tokens.
 
-    ``capacity`` is the number of tokens that every layer has memory for (where it ran out while the pool grew, some
-    have more), ``reserved`` the number that fit the address space: with more the pool moves.
+    ``capacity`` is the number of tokens for which every layer has memory (some layers have more if memory ran out while
+    the pool grew). ``reserved`` is the number for which there is address space; for more the pool moves.
 
-    ``layout`` is by default the one that the geometry asks for. ``pageable_reason`` says why the device cannot
-    address the pool; empty where it does.
+    ``layout`` is by default the geometry's. ``pageable_reason`` says why the device cannot address the pool; it is
+    empty if it can.
 
     Raises:
-        DoesNotFitError: the host has no memory for an empty conversation.
+        DoesNotFitError: there is not enough RAM for an empty conversation.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class HostPool:
         self._layout = layout or layout_of(geometry)
         self._step = step_tokens(geometry, self._layout.page_bytes) if self.registrar else 0
         least = geometry.grown(0)
-        # One more than the context: a full one still makes room for the next token.
+        # One more than the context, because a full conversation still makes room for the next token.
         self._regions = self._reserved(max(least, context + 1), least)
         self._extend(self._affordable(least, least))
         self._rebuild_views()
 
-    # ---- room
+    # ---- memory
 
     @property
     def room(self) -> int:
-        """The least number of tokens that can be stored without another ``reserve``."""
+        """The number of tokens that can certainly be stored without another ``reserve``."""
         return self.capacity
 
     @property
@@ -80,7 +80,7 @@ class HostPool:
 
     @property
     def pinned(self) -> bool:
-        """True if the device addresses the pool itself; otherwise nothing that uses the pool can be captured."""
+        """True if the device can address the pool; otherwise no work that uses the pool can be captured."""
         return not self.pageable_reason
 
     @property
@@ -88,10 +88,10 @@ class HostPool:
         return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for ``tokens`` in all; True if the views changed: the pool or its device address moved.
+        """Make room for ``tokens`` in total; return True if the pool or its device address moved, so views changed.
 
         Raises:
-            DoesNotFitError: the host has no memory for it; what is stored is unchanged.
+            DoesNotFitError: there is not enough RAM; the stored tokens are unchanged.
         """
         if tokens <= self.capacity:
             return False
@@ -104,51 +104,51 @@ class HostPool:
         return moves or self._seen != before
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``; memory is kept for what comes next."""
+        """Forget all but the first ``tokens``; keep the memory for later tokens."""
         self.total = min(self.total, tokens)
 
     def synchronize(self) -> None:
-        """Wait until what steps have written has arrived in host memory."""
+        """Wait until all writes of steps have reached host memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # ---- views: of ``device`` where pinned, else of the CPU; ``gather`` and ``scatter`` take both
+    # ---- views: on ``device`` if pinned, otherwise on the CPU; ``gather`` and ``scatter`` accept both
 
     @property
     def layers(self) -> list[Tensor]:
-        """The pages that have memory, in host memory: ``[page, H, 2, p, d]`` a layer."""
+        """Each layer's committed pages in host memory, ``[page, H, 2, p, d]``."""
         pages = self.capacity // self.geometry.page
         return [self._layout.table(region.bytes)[:pages] for region in self._regions]
 
     def table(self, layer: int) -> Tensor:
-        """The layer's address space, ``[page, H, 2, p, d]``; of 8-bit pages ``[page, H, block_bytes]``."""
+        """Return the layer's address space, ``[page, H, 2, p, d]``; of 8-bit pages ``[page, H, block_bytes]``."""
         return self._tables[layer]
 
     def rows(self, layer: int) -> Tensor:
-        """The layer's address space, one row per token and head of K or V: ``[page * H * 2 * p, d]``."""
+        """Return the layer's address space, one row per K or V of a token and head: ``[page * H * 2 * p, d]``."""
         return self._rows[layer]
 
     def rows_on_host(self, layer: int) -> Tensor:
-        """``rows`` in host memory, also where they are pinned."""
+        """Return ``rows`` as a CPU tensor, even if they are pinned."""
         return self._layout.rows(self._layout.table(self._regions[layer].bytes))
 
     def graph_buffers(self) -> list[Tensor]:
         return self._rows
 
     def blocks(self, layer: int) -> Tensor:
-        """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
+        """Return the layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
         return self.rows(layer).view(-1, self.geometry.page * self.geometry.d)
 
     def segments(self, layer: int, first: int, last: int) -> list[Tensor]:
-        """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
+        """Return pages ``first`` up to ``last`` in host memory (uint8), cut where a ``cudaMemcpy`` must end."""
         return self._regions[layer].segments(first * self._layout.page_bytes, last * self._layout.page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
-        """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``value_rows`` further."""
+        """Return the rows of K of ``positions`` and KV ``heads`` (int64, broadcast); V is ``value_rows`` further."""
         return self._layout.row_index(positions, heads, self.reserved)
 
     def by_head(self, layer: int) -> Tensor:
-        """In unified memory the layer's address space, ``[2, H, token, d]``."""
+        """Return the layer's address space as ``[2, H, token, d]``; only in unified memory."""
         return self._rows[layer].view(2, self.geometry.kv_heads, -1, self.geometry.d)
 
     @property
@@ -157,16 +157,16 @@ class HostPool:
 
     @property
     def block_strides(self) -> tuple[int, int, int]:
-        """Number of ``blocks`` from one page to the next, from one KV head to the next and from K to V."""
+        """Number of ``blocks`` from one page to the next, from one KV head to the next, and from K to V."""
         return self._layout.block_strides(self.reserved)
 
     def quantized_at(self, positions: Tensor) -> Tensor | None:
-        """True for each of ``positions`` whose token lies in an 8-bit page; None if there are no 8-bit pages."""
+        """Return whether each of ``positions`` is in an 8-bit page; None if there are no 8-bit pages."""
         return None
 
     @property
     def quantized_share(self) -> Tensor | None:
-        """The share of tokens that lie in 8-bit pages (0-d, on the device); None where there is none."""
+        """The share of tokens in 8-bit pages (0-d, on the device); None if there are no 8-bit pages."""
         return None
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -179,16 +179,16 @@ class HostPool:
         scatter(rows[:, : v.shape[2]], index + self.value_rows, v.flatten(0, 1))
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of tokens from ``page`` up to ``tokens``, on the device.
+        """Return keys ``[H, n, d_k]`` and values ``[H, n, d_v]`` of the tokens from ``page`` up to ``tokens``.
 
-        In unified memory what is stored itself, not a copy.
+        They are on the device; in unified memory they are views, not copies.
         """
         g = self.geometry
         pages = self._on_device(layer, page, g.pages(tokens))
         heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
-    # ---- pages that come and go, between steps
+    # ---- pages that are saved and restored, between steps
 
     @property
     def quantized(self) -> Sequence[bool]:
@@ -199,11 +199,11 @@ class HostPool:
         return frozenset()
 
     def stored(self, page: int) -> list[Tensor]:
-        """``StoredPages.stored``, not copied."""
+        """Return a page of every layer as in ``StoredPages``, not copied."""
         return [layer[page] for layer in self.layers]
 
     def page_bytes(self, quantized: bool) -> int:
-        """Bytes of a page of all layers, of an 8-bit one or a full-precision one."""
+        """Return the bytes of an 8-bit or full-precision page over all layers."""
         g = self.geometry
         return g.layers * (eight_bit_pages.page_bytes(g) if quantized else g.page_bytes)
 
@@ -213,7 +213,7 @@ class HostPool:
         return Pages(self.quantized[part], layers, [])
 
     def put(self, first: int, pages: Pages) -> None:
-        """Write full-precision ``pages`` from page ``first`` on; there is room for them. ``total`` is then due."""
+        """Write full-precision ``pages`` from page ``first`` on; there must be room. The caller then sets ``total``."""
         for layer, kept in zip(self.layers, pages.full_precision, strict=True):
             layer[first : first + len(kept)] = kept
 
@@ -225,11 +225,11 @@ class HostPool:
 
     @property
     def _used(self) -> int:
-        """Pages of memory in use, from the first on."""
+        """Number of pages in use, counted from the start of the memory."""
         return self.geometry.pages(self.total)
 
     def _affordable(self, least: int, wanted: int, extra: int = 0) -> int:
-        """Bytes a layer for ``wanted`` tokens, for ``least`` if memory is short; ``extra`` bytes are needed besides."""
+        """Return the bytes per layer for ``wanted`` tokens, or ``least`` if memory (without ``extra``) is short."""
         free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
             size = self._layout.nbytes(tokens)
@@ -240,7 +240,7 @@ class HostPool:
         )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
-        """Fresh address space for ``wanted`` tokens, or ``least`` where the system gives no more."""
+        """Reserve address space for ``wanted`` tokens, or for ``least`` if the system does not provide more."""
         reason = ""
         for tokens in (wanted, least):
             size = self._layout.reserved_bytes(tokens)
@@ -252,17 +252,17 @@ class HostPool:
 
     @property
     def _seen(self) -> tuple[bool, list[int]]:
-        """Whether and where the device sees the regions."""
+        """Whether, and at which offset, the device sees the regions."""
         return self.pinned, [region.shift for region in self._regions]
 
     def _on_device(self, layer: int, first: int, last: int) -> Tensor:
-        """Pages ``first`` up to ``last`` of a layer, ``[page, H, 2, p, d]``."""
+        """Return pages ``first`` up to ``last`` of a layer on the device, ``[page, H, 2, p, d]``."""
         if self.pinned or self.device.type != "cuda":
             return self._tables[layer][first:last]
         return self._layout.table(torch.cat([part.to(self.device) for part in self.segments(layer, first, last)]))
 
     def _extend(self, size: int) -> None:
-        """Take memory for ``size`` bytes in each layer, in place."""
+        """Commit ``size`` bytes of memory in each layer, in place."""
         before = self._seen
         for region in self._regions:
             if region.committed < size:
@@ -273,7 +273,7 @@ class HostPool:
             self._rebuild_views()
 
     def _pin(self) -> None:
-        """Pin all that is not; where that fails the pool is pageable."""
+        """Pin all memory that is not pinned yet; if that fails, the pool is pageable."""
         if self.registrar is None:
             return
         self.pageable_reason = ""
@@ -284,9 +284,9 @@ class HostPool:
             self.pageable_reason = str(error)
 
     def _move(self, least: int, wanted: int) -> None:
-        """Move to twice the address space, which costs a copy; what lies by page is copied a layer at a time.
+        """Copy the pool to twice the address space, one layer at a time.
 
-        Where rows are counted by head all layers move at once, because they share the count.
+        With the layout by head, all layers move together, because their rows are numbered alike.
         """
         unified = self.geometry.unified
         size = self._affordable(least, wanted, extra=self._committed if unified else self._regions[0].committed)
@@ -295,7 +295,7 @@ class HostPool:
         tokens = self._layout.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
         if self.registrar:
-            self.pageable_reason = "it is being moved"  # so that no view keeps a layer's old region
+            self.pageable_reason = "it is being moved"  # so that no view keeps a layer's old region alive
         try:
             for layer, region in enumerate(moved):
                 region.commit(size)
@@ -304,7 +304,7 @@ class HostPool:
                     self._regions[layer] = region
                     self._rebuild_views()
             self._regions = moved
-        finally:  # even if it failed midway, every layer is complete in its old or new region
+        finally:  # even if this failed midway, every layer is complete in its old or new region
             self._pin()
             self._rebuild_views()
 
@@ -318,7 +318,7 @@ class HostPool:
         self.reserved = self._layout.tokens(min(region.size for region in self._regions))
 
     def _table(self, region: PinnedRegion) -> Tensor:
-        """The region as the device sees it, ``[page, H, 2, p, d]``; as the CPU does where it is pageable."""
+        """Return the region as the device sees it (if pageable, as the CPU sees it), ``[page, H, 2, p, d]``."""
         if self.device.type != "cuda" or self.pageable_reason:
             return self._layout.table(region.bytes)
         with torch.inference_mode(False):
@@ -335,7 +335,7 @@ class HostPool:
 
 
 def gather(view: Tensor, index: Tensor) -> Tensor:
-    """Rows of a pool's view at ``index [m]`` (int64), on the device of ``index``."""
+    """Return the rows of a pool's view at ``index [m]`` (int64), on the device of ``index``."""
     return view.index_select(0, index.to(view.device)).to(index.device)
 
 
@@ -345,7 +345,7 @@ def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def copy_segments(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
-    """Copy between host memory (uint8, cut into ``segments``) and a buffer of the same bytes on the device."""
+    """Copy between host memory, cut into ``segments`` (uint8), and a buffer of the same size on the device."""
     as_bytes, done = buffer.view(-1).view(torch.uint8), 0
     for segment in segments:
         part = as_bytes[done : done + len(segment)]
@@ -355,7 +355,7 @@ def copy_segments(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -
 
 
 class ByPage:
-    """``[page, H, 2, p, d]``: one (page, head) is one contiguous block of K then V, and memory grows at the end."""
+    """``[page, H, 2, p, d]``: each (page, head) is one contiguous block of K then V, and memory grows at the end."""
 
     parts = 1
 
@@ -364,29 +364,29 @@ class ByPage:
         self.page_bytes = geometry.page_bytes
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of memory for ``tokens``, in whole system pages."""
+        """Return the bytes of memory for ``tokens``, in whole system pages."""
         return in_system_pages(self.geometry.pages(tokens) * self.page_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Bytes of address space for ``tokens``."""
+        """Return the bytes of address space for ``tokens``."""
         return self.nbytes(tokens)
 
     def tokens(self, nbytes: int) -> int:
-        """Whole pages of tokens that fit ``nbytes``, of memory or of address space."""
+        """Return how many tokens, in whole pages, fit into ``nbytes`` of memory or address space."""
         return nbytes // self.page_bytes * self.geometry.page
 
     def table(self, region: Tensor) -> Tensor:
-        """A region (uint8) as ``[page, H, 2, p, d]``."""
+        """Return a view of a region (uint8) as ``[page, H, 2, p, d]``."""
         g = self.geometry
         pages = len(region) // self.page_bytes
         return region[: pages * self.page_bytes].view(g.dtype).view(pages, g.kv_heads, 2, g.page, g.d)
 
     def rows(self, table: Tensor) -> Tensor:
-        """All rows of a table, ``[n, d]``."""
+        """Return all rows of a table, ``[n, d]``."""
         return table.view(-1, self.geometry.d)
 
     def row_index(self, positions: Tensor, heads: Tensor, reserved: int) -> Tensor:
-        """Rows of K of tokens ``positions`` and ``heads`` (broadcast), where there is room for ``reserved`` tokens."""
+        """Return the rows of K of ``positions`` and ``heads`` (broadcast) in address space for ``reserved`` tokens."""
         g = self.geometry
         page = torch.div(positions, g.page, rounding_mode="floor")
         return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
@@ -395,14 +395,14 @@ class ByPage:
         return self.geometry.page
 
     def block_strides(self, reserved: int) -> tuple[int, int, int]:
-        """Number of blocks from one page to the next, from one head to the next and from K to V."""
+        """Return the number of blocks from one page to the next, from one head to the next, and from K to V."""
         return 2 * self.geometry.kv_heads, 2, 1
 
 
 class ByHead(ByPage):
-    """``[2, H, token, d]``: a head's keys are one matrix, as are its values, so that attention reads them in place.
+    """``[2, H, token, d]``: a head's keys and its values are one matrix each, which attention reads in place.
 
-    Each of the ``2 * H`` parts grows by itself; address space costs nothing until it is written to.
+    Each of the ``2 * H`` parts grows separately; address space costs nothing until it is written to.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -414,7 +414,7 @@ class ByHead(ByPage):
         return self.parts * in_system_pages(g.round_up(tokens) * g.row_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
-        # A part is whole system pages, for memory, and whole pages of tokens, for rows; a large one begins a huge page.
+        # A part has whole system pages, for memory, and whole pages of tokens, for rows. Large ones begin a huge page.
         size = self.geometry.round_up(tokens) * self.geometry.row_bytes
         unit = math.lcm(HUGE_PAGE if size > HUGE_PAGE else mmap.PAGESIZE, self.geometry.page * self.geometry.row_bytes)
         return self.parts * -(-size // unit) * unit
@@ -458,26 +458,26 @@ def layout_of(geometry: Geometry) -> ByPage:
 
 
 def layer_bytes(geometry: Geometry, tokens: int, quantized: int = 0) -> int:
-    """Bytes of host memory of one layer of the pool with room for ``tokens``, and ``quantized`` ones in 8-bit pages."""
+    """Return the host bytes of one layer with room for ``tokens`` in full precision and ``quantized`` in 8 bits."""
     return layout_of(geometry).nbytes(tokens) + QuantizedByPage(geometry).nbytes(quantized)
 
 
 def pool_bytes(geometry: Geometry, tokens: int, context: int, quantizes: bool = False) -> int:
-    """Bytes that a model's pool takes once it holds ``tokens``, in 8-bit pages where it ``quantizes``.
+    """Return the bytes that a model's pool takes once it holds ``tokens``, in 8-bit pages if it ``quantizes``.
 
-    For more than the ``context`` and its next token room is made only where a conversation goes beyond it.
+    The pool grows beyond the ``context`` and its next token only if the conversation does.
     """
     layout = QuantizedByPage(geometry) if quantizes else layout_of(geometry)
     room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, layout.page_bytes))
     if tokens <= context + 1:
         room = min(room, max(context + 1, geometry.grown(0)))
-    # Beside 8-bit pages the full-precision pool is as large as an empty conversation's.
+    # With 8-bit pages, the full-precision pool is as large as for an empty conversation.
     one_layer = layer_bytes(geometry, geometry.grown(0), room) if quantizes else layer_bytes(geometry, room)
     return geometry.layers * one_layer
 
 
 def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
-    """Tokens that a pool has room for once it holds ``tokens``: the same, whichever way it grew to them."""
+    """Return for how many tokens a pool has room once it holds ``tokens``, however it grew to them."""
     room = geometry.grown(0)
     while room < tokens:
         room = geometry.round_up(max(geometry.grown(room + 1), room + min(room, step)))
@@ -485,17 +485,17 @@ def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
 
 
 def step_tokens(geometry: Geometry, page_bytes: int) -> int:
-    """Tokens that a pinned pool grows by at least, whose pages have ``page_bytes`` in each layer."""
+    """Return how many tokens are in ``STEP_BYTES`` of a pinned pool whose pages have ``page_bytes`` per layer."""
     return STEP_BYTES // (geometry.layers * page_bytes) * geometry.page
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
+    """The first ``tokens`` of a conversation, stored by another session or earlier in this one.
 
-    ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
-    the first ``full_precision`` tokens are in pages before those that are or were 8-bit ones. ``control`` are the
-    positions of control tokens, ``query`` is the last token's in bytes, empty if unknown.
+    ``read`` puts the pages of so many tokens into an empty host pool and returns how many tokens are intact. The first
+    ``full_precision`` tokens are in pages before any that are or were 8-bit. ``control`` has the positions of control
+    tokens; ``query`` is the last token's query in bytes, empty if unknown.
     """
 
     tokens: int
@@ -506,7 +506,7 @@ class CachedPrefix:
 
     @property
     def has_quantized(self) -> bool:
-        """True if some of the tokens are in pages that are or were 8-bit ones."""
+        """True if some of the tokens are in pages that are or were 8-bit."""
         return self.full_precision < self.tokens
 
     def beginning(self, tokens: int) -> CachedPrefix:
@@ -515,7 +515,7 @@ class CachedPrefix:
 
 
 def parked(pool: HostPool) -> Pages:
-    """A copy of what a host pool holds, in plain host memory."""
+    """Return a copy of the host pool's pages in pageable host memory."""
     pool.synchronize()
     with torch.inference_mode():
         return pool.copied(0)

@@ -1,21 +1,19 @@
-"""Pages of one conversation in a file: written page by page, read back into a host pool.
+"""A file with the pages of one conversation: written page by page, and read back into a host pool.
 
 =========  ========================================================================================================
-header     ``KVCHATKV``, length of the JSON as u32, the JSON (whose K/V these are), zeros up to ``HEADER_BYTES``
-record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits, 2: was in 8 bits,
-           but is truncated inside), CRC-32 of the blocks u32, ``page`` rows of ``TOKEN``, and the page's block of every
-           layer: ``[H, 2, p, d]`` in the model's number format, or ``[H, block_bytes]`` of ``eight_bit_pages``
-end        link (16 bytes), the queries of the last token, which some modes choose pages by, and ``STATES`` times what
-           is kept of a hybrid model's recurrent state: after how many tokens u64, its bytes u64 (0: there is none) and
-           their CRC-32 u32; then these bytes
+header     ``KVCHATKV``, length of the JSON as u32, JSON that identifies the model, zeros up to ``HEADER_BYTES``
+record     one for each page: link (16 bytes), number of tokens u16, kind u16 (0: full precision, 1: 8 bits, 2: was in
+           8 bits until a truncation cut into it), CRC-32 of the blocks u32, ``page`` rows of ``TOKEN``, and a block for
+           every layer: ``[H, 2, p, d]`` in the model's number format, or ``[H, block_bytes]`` of ``eight_bit_pages``
+end        link (16 bytes), the queries of the last token, by which some modes choose pages, ``STATES`` entries for a
+           hybrid model's recurrent states (number of tokens u64, bytes u64 (0: no state), CRC-32 u32), then the states
 =========  ========================================================================================================
 
-Numbers are little-endian. A record's link is the BLAKE2b of the link before it (the first: of the header), its two
-numbers and its rows, so it names a whole history; that of the end is of all before the states. Who writes or reads a
-page says by its link which history he means, and pages of two do not go together, also if two applications write at
-once. Blocks and states are checked by their CRC when they are read. So a file is good up to its first record that is
-torn, damaged or of another history, at whatever moment its writer ended; only the last page of a conversation that goes
-on is written again.
+Numbers are little-endian. A record's link is the BLAKE2b hash of the previous link (of the header for the first
+record), the record's numbers and its rows, so a link identifies the whole history up to its page. The end's link covers
+everything before the states. Readers and writers compare links, so pages of different histories are never mixed, even
+if two applications write at once. Blocks and states are checked by their CRC on reading. So a file is valid up to the
+first incomplete, damaged or foreign record. As a conversation grows, only its last page is rewritten.
 """
 
 from __future__ import annotations
@@ -46,16 +44,16 @@ HEADER_BYTES = 4096
 LINK_BYTES = 16
 FULL_PRECISION, QUANTIZED, DEQUANTIZED = range(3)  # the kinds of a page
 NUMBERS = struct.Struct("<HHI")
-STATES = 2  # kept at most
+STATES = 2  # maximum number of recurrent states
 STATE = struct.Struct("<QQI")
 
-# What is kept of a token beside its K/V: its id, flags, and after it the text's length and digest where they are known.
+# What is stored of a token besides its K/V: id, flags, and the length and digest of the text up to it, if known.
 TOKEN = np.dtype([("id", "<i4"), ("flags", "u1"), ("chars", "<i8"), ("digest", "V16")])
 Rows = NDArray[np.void]
 
 
 class Link(NamedTuple):
-    """A record that is there: its link, where it ends in the file, and the kind of its page."""
+    """A record in the file: its link, where it ends, and the kind of its page."""
 
     digest: bytes
     end: int
@@ -63,7 +61,7 @@ class Link(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """The recurrent state after ``tokens`` tokens: ``nbytes`` bytes at ``at`` in the file."""
+    """The recurrent state after ``tokens`` tokens: ``nbytes`` bytes at offset ``at`` of the file."""
 
     tokens: int
     at: int
@@ -72,24 +70,24 @@ class SavedState(NamedTuple):
 
 
 class End(NamedTuple):
-    """The part of the file behind the pages: the last token's ``query``, empty if unknown, and recurrent ``states``."""
+    """The part of the file after the pages: the last token's ``query`` (empty if unknown) and recurrent ``states``."""
 
     query: bytes = b""
     states: Sequence[SavedState] = ()
 
 
 class DamagedFileError(Exception):
-    """The file holds nothing that can be used; the message says why, without the file's name."""
+    """The file is unusable; the message says why, without the file's name."""
 
 
 class OtherModelError(DamagedFileError):
-    """The K/V in the file are another model's."""
+    """The K/V in the file belong to another model."""
 
 
 class PageFile:
-    """The file at ``path`` with pages of this geometry; ``identity`` says of which model, template and so on.
+    """The file at ``path`` with pages of this geometry; ``identity`` names the model, its template and so on.
 
-    ``links`` are those of the pages known to be there, as ``rows`` found or ``write`` left them.
+    ``links`` has the links of the pages in the file, as ``rows`` found them or ``write`` left them.
     """
 
     def __init__(self, path: Path, geometry: Geometry, identity: dict[str, Any]) -> None:
@@ -121,10 +119,10 @@ class PageFile:
     # ---- reading
 
     def rows(self, pages: int | None = None) -> Rows:
-        """The rows of the tokens in the first ``pages`` (None: all) whose links are right; no K/V is read.
+        """Return the rows of the tokens in the first ``pages`` (None: all) with correct links, without reading K/V.
 
         Raises:
-            DamagedFileError: the file is no such file, or of another model; OSError: it cannot be read.
+            DamagedFileError: the file is damaged or of another model; OSError: it cannot be read.
         """
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
@@ -151,16 +149,16 @@ class PageFile:
 
     @property
     def full_precision_pages(self) -> int:
-        """The pages in ``links`` before the first that is an 8-bit one or was."""
+        """Number of pages in ``links`` before the first that is or was 8-bit."""
         return next((page for page, link in enumerate(self.links) if link.kind != FULL_PRECISION), len(self.links))
 
     def read(self, pool: HostPool, tokens: int) -> int:
-        """Read the pages of the first ``tokens`` into ``pool``.
+        """Read the pages of the first ``tokens`` into ``pool``; return how many tokens were read.
 
-        Returns how many of them are there, fewer where a page is damaged or no longer the one that ``rows`` found.
+        They are fewer if a page is damaged or is no longer the one that ``rows`` found.
 
         Raises:
-            OSError: the file cannot be read; DoesNotFitError: there is no memory for them.
+            OSError: the file cannot be read; DoesNotFitError: there is not enough memory.
         """
         buffers = [torch.empty((self._layers, 1, *shape), dtype=dtype) for shape, dtype in self._shapes]
         with self.path.open("rb", buffering=0) as file:
@@ -182,7 +180,7 @@ class PageFile:
         return tokens
 
     def end(self) -> End:
-        """The part behind the pages that ``rows`` found, if all are there and nothing was written since.
+        """Return the part after the pages that ``rows`` found; empty if pages are missing or were written since.
 
         Raises:
             OSError: the file cannot be read.
@@ -203,7 +201,7 @@ class PageFile:
         return End(body[: self._query_bytes], [state for state in states if state.nbytes])
 
     def state(self, saved: SavedState) -> bytes:
-        """The bytes of a recurrent state; empty where they are damaged.
+        """Return the bytes of a recurrent state; empty if they are damaged.
 
         Raises:
             OSError: the file cannot be read.
@@ -224,14 +222,13 @@ class PageFile:
         query: bytes = b"",
         states: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Write a page after those of ``links`` before it and cut off what follows; ``rows`` are its tokens'.
+        """Write page number ``page`` with its tokens' ``rows``, and truncate the file after it.
 
-        Whether it is an 8-bit one tells the length of ``blocks``; ``dequantized`` says that it was one.
-
-        With the last page come the last token's ``query`` and the recurrent ``states`` after so many tokens each.
+        The length of ``blocks`` tells whether it is an 8-bit page; ``dequantized``: it was one. With the last page,
+        pass the last token's ``query`` and the recurrent ``states``, each with its number of tokens.
 
         Raises:
-            DamagedFileError: the pages before it are not there; OSError: the disk is full, for example.
+            DamagedFileError: earlier pages are missing; OSError: for example, the disk is full.
         """
         with self._opened(page) as file:
             if page == 0:
@@ -281,7 +278,7 @@ class PageFile:
         return link
 
     def _checked_header(self, header: bytes) -> bytes:
-        """The link to the first record."""
+        """Return the link before the first record."""
         if header == self._header:
             return blake2b(header, digest_size=LINK_BYTES).digest()
         try:
@@ -295,7 +292,7 @@ class PageFile:
         raise (OtherModelError if differs == "model" else DamagedFileError)(f"they are of another {differs}")
 
     def record_bytes(self, quantized: bool) -> int:
-        """Bytes of a record, of an 8-bit page or of a full-precision one."""
+        """Return the bytes of a record of an 8-bit or full-precision page."""
         return self._head_bytes + self._page_bytes[quantized]
 
     def _at(self, record: int) -> int:
@@ -303,7 +300,7 @@ class PageFile:
 
 
 def blocks_of(blocks: Sequence[Tensor]) -> bytes:
-    """The bytes of a page, given its block of each layer."""
+    """Return a page, given as one block per layer, as bytes."""
     return b"".join(block.contiguous().view(torch.uint8).numpy().tobytes() for block in blocks)
 
 
@@ -312,7 +309,7 @@ def _link(before: bytes, body: bytes) -> bytes:
 
 
 def _write(file: Any, data: bytes) -> None:
-    """Write all of it: what is short of it fails at the next try, with the reason."""
+    """Write all of ``data``; after a short write, the next attempt raises the reason."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

@@ -1,4 +1,4 @@
-"""Copies of a host pool's pages in plain host memory, full-precision and 8-bit ones."""
+"""Copies of a host pool's pages in pageable host memory, in full precision or 8 bits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 class StoredPages(Protocol):
-    """A holder of a conversation's pages in host memory: a pool or a copy."""
+    """A pool or a copy that holds a conversation's pages in host memory."""
 
     @property
     def quantized(self) -> Sequence[bool]:
-        """Of each page, whether it is an 8-bit one."""
+        """For each page, whether it is an 8-bit page."""
 
     @property
     def dequantized(self) -> Set[int]:
-        """The full-precision pages that were 8-bit ones, until truncated inside: they hold quantized tokens."""
+        """Full-precision pages that were 8-bit until a truncation cut into them; their tokens have 8-bit values."""
 
     def stored(self, page: int) -> list[Tensor]:
-        """A page of every layer: ``[H, 2, p, d]``, or ``[H, block_bytes]`` (uint8) of an 8-bit one."""
+        """Return a page of every layer: ``[H, 2, p, d]``, or ``[H, block_bytes]`` (uint8) if it is an 8-bit page."""
 
 
 @dataclass(frozen=True)
 class Pages:
     """Consecutive pages; ``quantized`` and ``dequantized`` are as in ``StoredPages``.
 
-    Of each layer the ``full_precision`` ones ``[n, H, 2, p, d]`` and the ``eight_bit`` ones ``[m, H, block_bytes]``.
+    Per layer, ``full_precision`` has the pages ``[n, H, 2, p, d]`` and ``eight_bit`` the pages ``[m, H, block_bytes]``.
     """
 
     quantized: Sequence[bool]
@@ -47,7 +47,7 @@ class Pages:
         return [layer[index] for layer in (self.eight_bit if is_quantized else self.full_precision)]
 
     def beginning(self, pages: int) -> Pages:
-        """The first ``pages`` of them, not copied."""
+        """Return the first ``pages``, not copied."""
         quantized = self.quantized[:pages]
         number = sum(quantized)
         return Pages(
@@ -59,7 +59,7 @@ class Pages:
 
 
 def full_precision_pages(pages: StoredPages) -> int:
-    """The number of pages before the first with quantized tokens."""
+    """Return the number of pages before the first one with quantized tokens."""
     flags = enumerate(pages.quantized)
     affected = (page for page, is_quantized in flags if is_quantized or page in pages.dequantized)
     return next(affected, len(pages.quantized))
@@ -70,6 +70,6 @@ def has_quantized(pages: StoredPages) -> bool:
 
 
 def copied(layers: Sequence[Tensor], index: Sequence[int]) -> list[Tensor]:
-    """The entries at ``index`` of each layer, in host memory of their own."""
+    """Return copies of the entries at ``index`` of each layer, in host memory."""
     where = torch.tensor(index, dtype=torch.int64)
     return [layer.index_select(0, where) for layer in layers]

@@ -1,13 +1,13 @@
 """Host memory that grows in place: pinned segment by segment for a CUDA device, or in huge pages for a CPU.
 
-A segment is pinned by itself, exactly and in whole system pages. Only kernels may span two of them: a ``cudaMemcpy``
-across a boundary may be refused, therefore ``PinnedRegion.segments`` cuts there. Where the device sees pinned memory at
-another address than the host (WSL2) segments would not lie side by side: there a region that grows is pinned anew as a
-whole, 0.1 s/GiB, and its address changes.
+Each segment is pinned separately, in whole system pages. Kernels may cross from one to the next, but a ``cudaMemcpy``
+may fail there, so ``PinnedRegion.segments`` cuts at their boundaries. If the device sees pinned memory at another
+address than the host (WSL2), segments would not be contiguous; there a region that grows is pinned again as a whole
+(0.1 s/GiB), and its address changes.
 
-Huge pages are for memory that a CPU reads from end to end at every token. Full mode of the bundled model takes 0.86 of
-the CPU time at 8,192 tokens with its K/V in them, and 0.79 at 512 with its weights (alternating, one thread of an AMD
-EPYC).
+Huge pages are for memory that a CPU reads from end to end for every token. The bundled model in full mode takes 0.86 of
+the CPU time with its K/V in huge pages (8,192 tokens), and 0.79 with its weights in them (512 tokens; one thread of an
+AMD EPYC).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 PORTABLE_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE = 2**21
-MADV_HUGEPAGE = 14  # for what is written later
-MADV_COLLAPSE = 25  # for what was written already; since Linux 6.1
+MADV_HUGEPAGE = 14  # for memory that is not written yet
+MADV_COLLAPSE = 25  # for memory that was written; since Linux 6.1
 
 
 class CudaRegistrar:
-    """Pins host memory by ``cudaHostRegister``."""
+    """Pins host memory with ``cudaHostRegister``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,10 +40,10 @@ class CudaRegistrar:
         """Pin ``size`` bytes from ``address`` on; return the address at which the device sees them.
 
         Raises:
-            RuntimeError: why it cannot be.
+            RuntimeError: pinning failed; the message is the reason.
         """
         cudart = _cudart()
-        # An alias is a tensor of the device that was current here.
+        # An alias becomes a tensor of the device that is current here.
         with torch.cuda.device(self._device):
             result = cudart.cudaHostRegister(address, size, PORTABLE_MAPPED)
             seen = address if int(result) else _device_address(address)
@@ -56,13 +56,13 @@ class CudaRegistrar:
         return seen
 
     def unregister(self, address: int) -> None:
-        """Give back what was pinned at ``address``, once the device is done with it."""
-        with contextlib.suppress(RuntimeError):  # of an earlier kernel; the memory is unpinned all the same
+        """Unpin the memory at ``address``, once the device has finished with it."""
+        with contextlib.suppress(RuntimeError):  # an earlier kernel's error; the memory must be unpinned nevertheless
             torch.cuda.synchronize(self._device)
         _cudart().cudaHostUnregister(address)
 
     def _clear_error(self) -> None:
-        # The runtime keeps a failed call's code, and torch would raise it at the next, innocent kernel.
+        # The runtime keeps a failed call's code, and torch would raise it at the next, unrelated kernel.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
@@ -72,7 +72,7 @@ def _cudart() -> Any:
 
 
 def _device_address(address: int) -> int | None:
-    """The device's address of pinned memory; None if the driver gives none."""
+    """Return the device's address of pinned memory; None if the driver gives none."""
     seen = ctypes.c_uint64()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -83,15 +83,15 @@ def _device_address(address: int) -> int | None:
 
 
 class PinnedRegion:
-    """Address space of ``size`` bytes (rounded up to system pages); the first ``committed`` are in use.
+    """Address space of ``size`` bytes (rounded up to system pages), of which the first ``committed`` are in use.
 
-    Where it has several equal ``parts`` (of whole system pages) each is used from its front, and none can be pinned.
-    ``bytes`` is all of it, ``size`` of them, uint8 in host memory, zero where nothing was written. Memory that was
-    registered is unregistered when the region goes, before its address space does. The first ``pinned`` bytes are
-    pinned, and the device sees them ``shift`` bytes from the host's address.
+    ``bytes`` is the whole region (uint8, in host memory), zero where nothing was written. With several equal ``parts``
+    (of whole system pages), each is used from its front, and none can be pinned. The first ``pinned`` bytes are pinned;
+    the device sees them ``shift`` bytes after the host's address. Pinned memory is unregistered before the region is
+    freed.
 
     Raises:
-        OSError: the system does not give so much address space.
+        OSError: the system does not provide that much address space.
     """
 
     def __init__(self, size: int, parts: int = 1) -> None:
@@ -106,36 +106,36 @@ class PinnedRegion:
         self._starts: list[int] = []
         self._mapped = mapped
         self._registered: list[tuple[CudaRegistrar, int]] = []
-        # The mapping is an argument so that it outlives the call. At exit the driver frees everything by itself.
+        # The mapping is an argument so that it outlives the call. At exit the driver frees everything.
         weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
 
     def commit(self, size: int) -> None:
-        """Take memory for the first ``size`` bytes (whole system pages)."""
+        """Commit memory for the first ``size`` bytes (whole system pages)."""
         first, parts = self.committed, len(self._parts)
-        # A write to each system page is what makes it memory; the kernel has cleared it.
+        # The system allocates (cleared) memory for a page when it is first written to.
         self._parts[:, first // parts : size // parts : mmap.PAGESIZE].zero_()
-        for part in self._parts if parts > 1 else ():  # the huge pages that it completes: a short conversation has none
+        for part in self._parts if parts > 1 else ():  # only whole huge pages: a short conversation uses none
             low = first // parts
-            before = (part.data_ptr() + low) % HUGE_PAGE  # bytes of the first that were there already
+            before = (part.data_ptr() + low) % HUGE_PAGE  # bytes of the first huge page that were committed before
             use_huge_pages(part[max(0, low - before) : size // parts])
         self.committed = size
         self._starts.append(first)
 
     def segments(self, low: int, high: int) -> list[Tensor]:
-        """Bytes ``low`` to ``high``, cut where a segment begins."""
+        """Return the bytes from ``low`` to ``high``, cut where a segment begins."""
         cuts = [low, *(start for start in self._starts if low < start < high), high]
         return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
 
     def pin(self, registrar: CudaRegistrar) -> None:
-        """Pin what was committed and is not pinned yet.
+        """Pin the committed memory that is not pinned yet.
 
         Raises:
-            RuntimeError: why it cannot be; of a region in one piece nothing is pinned then.
+            RuntimeError: pinning failed; the message is the reason, and ``pinned`` bytes still are.
         """
         if self.pinned == self.committed:
             return
         if not self._registered:
-            # A forked child would get pinned pages as a copy, or share them until a write parts host and device.
+            # A forked child would share pinned pages until a write gives host and device different copies.
             self._mapped.madvise(mmap.MADV_DONTFORK)
         if self.shift:
             self.unpin()
@@ -159,12 +159,12 @@ def _unregister(registered: list[tuple[CudaRegistrar, int]], _kept: object = Non
 
 
 def in_system_pages(size: int) -> int:
-    """``size`` bytes rounded up to whole pages of the operating system."""
+    """Round ``size`` bytes up to whole pages of the operating system."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class CudaArray:
-    """Names a region to CUDA, by the array interface that torch reads; a tensor made of it keeps the region alive."""
+    """Exposes a region through CUDA's array interface, which torch reads; its tensors keep the region alive."""
 
     def __init__(self, region: PinnedRegion) -> None:
         self._region = region
@@ -177,9 +177,9 @@ class CudaArray:
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Ask the system for huge pages where they lie whole in ``memory``, which is contiguous.
+    """Ask the system for huge pages for all that are entirely in ``memory``, which is contiguous.
 
-    Where it has none, on an older system or on another one, nothing changes, nor of a GPU's memory.
+    Without effect for a GPU's memory and on systems that do not support this.
     """
     if memory.device.type != "cpu":
         return
@@ -192,7 +192,7 @@ def use_huge_pages(memory: Tensor) -> None:
 
 
 def aligned(size: int) -> Tensor:
-    """``size`` bytes, uint8, that begin with a huge page; nothing is written to them."""
+    """Allocate ``size`` uninitialized bytes (uint8) that begin at a huge page."""
     memory = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + size]

@@ -1,6 +1,6 @@
-"""Rates of a device's memory and of its link to the host: the best of several runs after a warm-up.
+"""Measures the rates of a device's memory and of its link to the host, as the best of several runs after a warm-up.
 
-While another process uses them they are too low.
+The results are too low while another process uses the memory or the link.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from kvchat.kv.memory import available
 
 RUNS = 5
-COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
+COLUMNS = 4096  # width of the matrix that is read, as in an 8B model
 LINK_BYTES = 2**28
-COPIES = 4  # that keep the link busy beside what the CPU does
-# What a layer takes longer in which the CPU has a turn: one more graph, two small copies, the host's wait for the query
-# and the start of its threads; assumed: `.ci/gpu 60 turn` measures it.
+COPIES = 4  # queued copies that keep the link busy while the CPU is timed
+# Assumed overhead per layer if the CPU takes part: one more graph, two small copies, the host's wait for the query and
+# the start of its threads. `.ci/gpu 60 turn` measures it.
 TURN_S = 0.0001
 
 
 def read(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Bytes/s of the device's memory: the better of a matrix-vector product and a copy, which reads and writes.
+    """Measure the device's memory in bytes/s: the better of a matrix-vector product and a copy (read and write).
 
-    ``size`` are the bytes that are read, more than any cache holds.
+    ``size`` is the number of bytes read, larger than any cache.
     """
     rows = _affordable(device, size) // (COLUMNS * dtype.itemsize)
     matrix = torch.ones((rows, COLUMNS), dtype=dtype, device=device)
@@ -38,14 +38,14 @@ def read(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def link(device: torch.device, to_device: bool, size: int = LINK_BYTES) -> float:
-    """Bytes/s of one large copy of ``size`` bytes between host memory, pinned where that can be, and the device."""
+    """Measure one large copy of ``size`` bytes between the device and host memory, pinned if possible, in bytes/s."""
     here, there = _ends_of_link(device, size)
     source, target = (there, here) if to_device else (here, there)
     return here.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def seconds_beside_link(run: Callable[[], None], device: torch.device, size: int = LINK_BYTES) -> float:
-    """Seconds of what the CPU runs while copies of ``size`` bytes go to the device, which read the same memory."""
+    """Measure the seconds that ``run`` takes on the CPU while the device copies ``size`` bytes from host memory."""
     here, there = _ends_of_link(device, size)
 
     def timed() -> float:
@@ -62,16 +62,16 @@ def seconds_beside_link(run: Callable[[], None], device: torch.device, size: int
 
 
 def share_on_cpu(nbytes: float, link: float, cpu: float, layers: int) -> float:
-    """The share of ``nbytes`` of K/V that the CPU attends to while the rest comes over the link, by rates in bytes/s.
+    """Return the share of ``nbytes`` of K/V for which the CPU takes as long as the link takes for the rest.
 
-    Both then take as long. 0 where that saves less than a turn of the CPU in each of the ``layers`` costs.
+    ``link`` and ``cpu`` are rates in bytes/s. The share is 0 if it saves less than the overhead in each of ``layers``.
     """
     share = cpu / (link + cpu)
     return share if share * nbytes / link > TURN_S * layers else 0.0
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one run, the best of several; timed by events on a GPU."""
+    """Measure the seconds of one run, as the best of several; timed by events on a GPU."""
     with torch.inference_mode():
         run()
         return min(_timed(run, device) for _ in range(RUNS))
@@ -91,14 +91,14 @@ def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _ends_of_link(device: torch.device, size: int) -> tuple[Tensor, Tensor]:
-    """``size`` bytes on the device and in host memory, or fewer."""
+    """Return at most ``size`` bytes on the device, and as many in host memory."""
     here = torch.ones(_affordable(device, size), dtype=torch.uint8, device=device)
     there = torch.ones(len(here), dtype=torch.uint8)
-    with suppress(RuntimeError):  # K/V are pageable then too
+    with suppress(RuntimeError):  # if this fails, K/V are pageable too
         there = there.pin_memory()
     return here, there
 
 
 def _affordable(device: torch.device, size: int) -> int:
-    """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
+    """Limit ``size`` bytes to a quarter of the device's free memory, because two such tensors are allocated."""
     return min(size, available.free_bytes(device) // 4)

@@ -1,4 +1,4 @@
-"""Building a mode from its parameters. A built-in mode is a file here and a class in ``kvchat.config.modes``."""
+"""Builds a mode from its parameters. A built-in mode is a file here and a class in ``kvchat.config.modes``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvchat.kv.modes.base import Mode, ModelTraits
 
 
 def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0) -> Mode:
-    """The mode these parameters belong to; its implementation is imported now.
+    """Build the mode of these parameters; this imports its implementation.
 
     Raises:
         UsageError: parameters contradict each other, or the implementation cannot be imported.
@@ -21,13 +21,13 @@ def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, s
 
 
 def implementation(parameters: ModeParameters) -> type[Mode]:
-    """The class of the mode these parameters belong to; it is imported now.
+    """Import and return the class of the mode of these parameters.
 
     Raises:
-        UsageError: it cannot be imported, or is no mode.
+        UsageError: it cannot be imported, or is not a mode.
     """
     if parameters.name == AUTO:
-        raise UsageError("auto is not a mode of its own.", "It chooses one of the other modes.", "Use one of those.")
+        raise UsageError("auto is not a mode itself.", "It chooses one of the other modes.", "Use one of those.")
     module, _, name = parameters.implemented_by.partition(":")
     try:
         mode = getattr(import_module(module), name)

@@ -1,6 +1,6 @@
-"""The base of all modes: a mode is the policy that decides which stored tokens attention reads and fetches them.
+"""The base of all modes: a mode decides which stored tokens attention reads, and fetches them.
 
-A mode owns nothing that must survive a switch: the host pool holds every token, and a new mode fills its slots from it.
+A mode owns no state that must survive a switch: the host pool has every token, and a new mode fills its slots from it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # the default b
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Properties of the model, beside its geometry, that modes use.
+    """Properties of the model that modes use, besides its geometry.
 
-    ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
-    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured, ``choice`` until the
-    number of tokens that its attention needs was.
+    ``rotations`` has one entry per layer, None if its keys are not rotated. ``realign_refusal`` says why sinks cannot
+    be realigned; None if they can. ``calibration`` is None until the model's heads are measured, and ``choice`` until
+    the number of tokens that its attention needs is measured.
     """
 
     context: int
@@ -45,44 +45,44 @@ class ModelTraits:
 
 
 class ContextPolicy:
-    """What happens at the end of the model's context. By default the conversation ends, and no token is stored beyond.
+    """What happens at the end of the model's context. By default the conversation ends there.
 
-    A policy that is not ``is_final`` goes on: it moves positions, and limits what a prompt reads.
+    A policy that is not ``is_final`` continues: it moves positions, and limits what a prompt reads.
     """
 
     is_final: ClassVar[bool] = True
 
     def base_of(self, position: int) -> int:
-        """What is subtracted from a token's position before its query and key are rotated; 0 within the context."""
+        """Return the offset subtracted from a position before its query and key are rotated; 0 within the context."""
         return 0
 
     def model_position(self, position: Tensor) -> Tensor:
-        """The position (0-d int64) that the model gives a step's token: ``position`` less its base."""
+        """Return the position (0-d int64) that the model uses for a step's token: ``position`` minus its base."""
         return position
 
     def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens, moved back to their own positions."""
+        """Return the layer's stored ``keys [H, n, d_k]`` of the first n tokens, moved back to their own positions."""
         return keys
 
     def prompt_tokens(self, total: int) -> int:
-        """The most tokens of a prompt that one forward may take after ``total`` stored ones."""
+        """Return how many prompt tokens one forward may take at most after ``total`` stored ones."""
         return sys.maxsize
 
     def limits_prompt(self, tokens: int) -> bool:
-        """True if a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        """Return whether a prompt's forward that ends with token number ``tokens`` reads only part of the tokens."""
         return False
 
     def begin_prompt(self, tokens: int) -> int:
         """Begin a prompt's forward up to token number ``tokens``; return the first token after the sinks that it reads.
 
-        If it is limited the slots were filled for its first token.
+        If the forward is limited, the slots were already filled for its first token.
         """
         return 0
 
     def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that a limited forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+        """Return the keys and values that a limited forward reads in a layer, ``[H, n, d]`` each, new tokens last.
 
-        ``keys`` and ``values`` are the layer's, from the token that ``begin_prompt`` returned on.
+        ``keys`` and ``values`` are the layer's, from the token that ``begin_prompt`` returned.
         """
         return keys, values
 
@@ -91,7 +91,7 @@ class ContextPolicy:
 class Plan:
     """The device memory that a mode needs for a given capacity.
 
-    ``layouts`` are its slots, which together cover every layer; ``state_bytes`` is what it keeps besides.
+    ``layouts`` describes its slots, which together cover every layer; ``state_bytes`` is the size of its other state.
     """
 
     layouts: Sequence[Layout]
@@ -101,13 +101,13 @@ class Plan:
         return sum(layout.nbytes(geometry) for layout in self.layouts) + self.state_bytes
 
     def moved_bytes(self, geometry: Geometry, tokens: int) -> int:
-        """Bytes that filling the slots copies to the device when ``tokens`` are stored, at most."""
+        """Return the most bytes that filling the slots copies to the device if ``tokens`` are stored."""
         copied = (layout for layout in self.layouts if not layout.in_place)
         return sum(layout.kv_bytes(geometry, min(tokens, layout.slots(geometry.page))) for layout in copied)
 
 
 class TokenState(Enum):
-    """The place of a stored token, as seen from the next step."""
+    """Where a stored token is, as seen from the next step."""
 
     SINK = "sink"
     WINDOW = "window"
@@ -121,17 +121,17 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class ModeReport:
-    """The parameters, figures and warnings of a mode, for screens.
+    """A mode's parameters, metrics and warnings for the user interface.
 
     Attributes:
-        params: the parameters in force, with what was chosen for ``auto``.
-        stats: figures that only this mode has, in order.
-        absent: the state of tokens that are not on the device. A token outside sinks and window is on it if at least
-            ``resident_share`` of all (layer, KV head) pairs read it.
-        on_host: tokens, from the first on, that are in RAM alone although they are read.
-        correctable: heads that a step may correct.
+        params: the current parameters, with the values chosen for ``auto``.
+        stats: metrics that only this mode has, in order.
+        absent: the state of tokens that are not on the device. A token outside sinks and window counts as on the device
+            if at least ``resident_share`` of all (layer, KV head) pairs read it.
+        on_host: number of tokens, from the first on, that are read but only in RAM.
+        correctable: number of heads that a step can correct.
         cosine: mean cosine of their queries to the last token's, summed over the steps since the mode was entered.
-        badges: warnings that hold now, each with its reason after a colon.
+        badges: current warnings, each with its reason after a colon.
     """
 
     params: dict[str, Any]
@@ -146,9 +146,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Step:
-    """The next step: steps of one ``kind`` run the same operations on the same shapes.
+    """The next step. Steps of the same ``kind`` run the same operations on the same shapes.
 
-    An ``exact`` step reads all tokens before its own.
+    An ``exact`` step reads all earlier tokens.
     """
 
     kind: tuple[int, ...] = ()
@@ -156,46 +156,46 @@ class Step:
 
 
 class Mode:
-    """Base of all modes: keeps the sinks and the window; a mode decides what lies between.
+    """Base of all modes: keeps the sinks and the window; a subclass decides what is read between them.
 
     ===================  =============================================  ==========================================
     when                 member                                         duty
     ===================  =============================================  ==========================================
-    before entering      ``pin(positions)``                             messages that are read whatever it keeps
-    ... then             ``plan(capacity)``                             slots and bytes wanted
-    ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
-    on entering          ``attach(state)``                              allocate what is kept beside the slots
-    in a prefill         ``prefilled(layer, start, keys, values)``      look at a layer's new tokens
-    ... and beyond it    ``context_policy``                             where the model's context ends: go on, or not
-    after it             ``fill(fresh)``                                bring to the slots what the next token reads
-    before a step        ``prepare_step()``                             grow; what kind of step it is
-    in a step            ``forward_begin(position)``                    give the new token its slots
+    before entering      ``pin(positions)``                             note the tokens that are always read
+    ... then             ``plan(capacity)``                             declare slots and bytes
+    ... and on growing   ``limit(capacity, free, held)``                plan for less memory if it does not fit
+    on entering          ``attach(state)``                              allocate state besides the slots
+    in a prefill         ``prefilled(layer, start, keys, values)``      process a layer's new tokens
+    ... beyond context   ``context_policy``                             continue beyond the model's context, or not
+    after a prefill      ``fill(fresh)``                                copy to the slots what the next token reads
+    before a step        ``prepare_step()``                             grow; return the kind of the step
+    in a step            ``forward_begin(position)``                    assign slots to the new token
     ... one layer ahead  ``estimated(layer, query)``                    choose with an estimate of the layer's query
-    ... in each layer    ``attention_begin(layer, query, key)``         correct; are the weights wanted?
+    ... in each layer    ``attention_begin(layer, query, key)``         correct; say if weights are needed
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
-    in a step            ``forward_end(position)``                      look back at the whole step
+    in a step            ``forward_end(position)``                      finish the step
     on an alarm          ``recover(level)``                             read more for a while
-    for screens          ``report()``                                   parameters, figures, state of tokens, warnings
-    for graphs           ``graph_buffers()``                            what is kept beside the slots
+    for the interface    ``report()``                                   parameters, metrics, token states, warnings
+    for CUDA graphs      ``graph_buffers()``                            return the state besides the slots
     ===================  =============================================  ==========================================
 
-    From ``forward_begin`` to ``forward_end`` everything may become part of a CUDA graph: tensors of fixed shape, state
-    changed in place (``graph_buffers``), nothing read back.
+    Everything from ``forward_begin`` to ``forward_end`` may become part of a CUDA graph: use tensors of fixed shape,
+    change state in place (``graph_buffers``), and read nothing back.
 
     Attributes:
-        recovery_levels: levels of recovery that change something in this mode.
-        widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
-        chooses_by_head: what a KV head reads depends on no other head: each process may have some of them.
-        sink, window: first and most recent tokens that are always attended.
+        recovery_levels: levels of recovery that have an effect in this mode.
+        widens: WR and FR re-enter the mode with a larger budget instead of calling ``recover``.
+        chooses_by_head: each KV head chooses independently, so the heads can be split over processes.
+        sink, window: number of first and most recent tokens that are always read.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         choice: measured values for parameters that were not given.
         wants_choice: no parameter was given, so the number of tokens that attention needs may be measured.
-        system_tokens: tokens of the system prompt.
-        pinned: how many of these the mode always attends to: all or none.
+        system_tokens: number of tokens of the system prompt.
+        pinned: how many of these are always read: all or none.
         extra_sinks: pinned tokens that are sinks beyond the budget.
-        context_policy: what happens where the model's context ends; in most modes the conversation ends.
-        pins: positions of pinned messages' tokens for which the mode needs slots, ascending; sinks are not among them.
-        drafter: proposes tokens that one exact forward verifies together; only of a mode that reads everything.
+        context_policy: what happens at the end of the model's context; in most modes the conversation ends.
+        pins: ascending positions of pinned messages' tokens that need slots, without sinks.
+        drafter: proposes tokens that one exact forward verifies; only in a mode that reads everything.
     """
 
     recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
@@ -239,82 +239,82 @@ class Mode:
 
     @property
     def wants_ahead(self) -> bool:
-        """True if layers are to call ``estimated``."""
+        """True if layers should call ``estimated``."""
         return False
 
     def _pin_to_sinks(self) -> None:
-        """Make the pinned tokens sinks, beyond the budget; call it once ``sink`` is set."""
+        """Make the pinned tokens sinks beyond the budget; call this once ``sink`` is set."""
         self.extra_sinks = max(0, self.pinned - self.sink)
         self.sink += self.extra_sinks
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Plan for reading the stored tokens at ``positions`` (ascending) at every step, beyond the budget.
+        """Read the stored tokens at ``positions`` (ascending) in every step, beyond the budget.
 
-        Slots that were made for other ``pins`` are made again. A mode that reads everything needs none.
+        Slots allocated for other ``pins`` are allocated again. A mode that reads everything needs none.
         """
         self.pins = tuple(position for position in positions if position >= self.sink)
 
     def _is_pinned(self, positions: Tensor) -> Tensor:
-        """Return which ``positions`` (of any shape, EMPTY is none) are in ``pins``; nothing is read back."""
+        """Return which ``positions`` (or EMPTY, in any shape) are in ``pins``, without reading anything back."""
         return self.pin_mask[positions.clamp(max=len(self.pin_mask) - 1).long()]
 
     def plan(self, capacity: int) -> Plan:
-        """Return the slots and bytes wanted for at most ``capacity`` stored tokens."""
+        """Return the slots and bytes for at most ``capacity`` stored tokens."""
         raise NotImplementedError
 
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
-        """Plan for at most ``free`` bytes from now on, if the mode can do with less than it wants.
+        """Plan for at most ``free`` bytes from now on, if the mode can work with less memory.
 
-        ``held``: tokens that its slots have room for, if they exist already and must keep what they hold.
+        ``held``: number of tokens that existing slots have room for and must keep.
         """
 
     def attach(self, state: KVState) -> None:
-        """Take over freshly allocated, empty slots."""
+        """Take over newly allocated, empty slots."""
         self.state = state
-        # One entry more, False: EMPTY and all later positions are looked up there.
+        # One extra entry, False, for EMPTY and all later positions.
         self.pin_mask = torch.zeros(self.pins[-1] + 2 if self.pins else 1, dtype=torch.bool, device=state.device)
         self.pin_mask[torch.tensor(self.pins, dtype=torch.int64, device=state.device)] = True
 
     def fill(self, fresh: bool) -> None:
-        """Bring to the slots what the next token attends to.
+        """Copy the tokens that the next token reads to the slots.
 
-        Called after entering the mode, after a prefill, after truncating and after a step that was cut short, which it
-        undoes. If ``fresh`` everything stored may be read again, even what the mode had dropped for good.
+        Called after entering the mode, after a prefill, after a truncation, and after an interrupted step, which this
+        undoes. If ``fresh``, all stored tokens may be read again, even those that the mode had dropped for good.
         """
         for slots in filter(lambda slots: slots.n and not slots.layout.listed, self.state.slots):
-            # One less than the window: the next token takes the slot of the oldest.
+            # One less than the window, because the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self._wanted_table(slots, slots.layout.window - 1))
 
     def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Look at a layer's new tokens, from position ``start`` on.
+        """Process a layer's new tokens, from position ``start`` on.
 
-        ``keys`` and ``values [H, n, d]``, on the device, are those of all tokens; if ``context_policy`` limits the
-        prompt they begin with the token that ``begin_prompt`` returned.
+        ``keys`` and ``values [H, n, d]``, on the device, are those of all tokens. If ``context_policy`` limits the
+        prompt, they begin with the token that ``begin_prompt`` returned.
         """
 
     def prepare_step(self) -> Step:
-        """Make room for a step's token in what the mode keeps, outside the graph; avoid waiting for the device."""
+        """Make room for a step's token in the mode's state, outside the graph; avoid waiting for the device."""
         return Step()
 
     def guess(self, begins: bool) -> None:
-        """Read little from the next step on, because its token is only a guess, or (not ``begins``) as usual again."""
+        """Read less from the next step on, because its token is only a guess; if not ``begins``, return to normal."""
 
     @property
     def drafts_failed(self) -> bool:
-        """True if drafts are off until the mode is entered again."""
+        """True if drafts are off until the mode is re-entered."""
         return bool(self.drafter and self.drafter.failed)
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return what the mode keeps on the device from step to step, beside the slots."""
+        """Return the mode's tensors on the device that persist between steps, without the slots."""
         return [self.pin_mask] if self.pins else []
 
     def forward_begin(self, position: Tensor) -> None:
-        """Give the new token at ``position`` (0-d int64) its slots."""
+        """Assign slots to the new token at ``position`` (0-d int64)."""
         for slots in self.state.slots:
             self.state.ops.assign(slots, position)
 
     def estimated(self, layer: int, query: Tensor) -> None:
-        """Act before layer - 1 runs, given an estimate ``query [H_q, d_k]`` of this layer's query."""
+        """Act before layer - 1 runs, given the estimated ``query [H_q, d_k]`` of this layer."""
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         """Act before the layer's attention, given the new token's ``query [H_q, d_k]`` and ``key [H, d_k]``.
@@ -325,20 +325,20 @@ class Mode:
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        """Act after the layer's attention, given its weights over each of its slots if they were asked for."""
+        """Act after the layer's attention, given its weights over each of its slots if they were requested."""
 
     def forward_end(self, position: Tensor) -> None:
         """Act after the last layer."""
 
     def recover(self, level: Level) -> None:
-        """Read more again between two steps, because the text may have gone wrong; ``level`` is SR, WR or FR."""
+        """Between two steps, read more for a while, because the text may have gone wrong; ``level``: SR, WR or FR."""
 
     def report(self) -> ModeReport:
-        """Return parameters in force, figures, the state of tokens and warnings; may wait for the device."""
+        """Return current parameters, metrics, token states and warnings; may wait for the device."""
         return ModeReport(self.parameters.model_dump())
 
     def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
-        """Return the table that holds sinks, pinned messages and the last ``recent`` tokens before the next one."""
+        """Return the table with sinks, pinned messages and the last ``recent`` tokens before the next one."""
         total, sink = self.state.total, slots.layout.sink
         table = torch.full_like(slots.table, EMPTY)
         first = min(total, max(sink, total - recent))
@@ -352,9 +352,9 @@ class Mode:
         return table
 
     def _open_pages(self, slots: DeviceSlots, layers: slice, last: Tensor) -> None:
-        """Let attention read what page slots hold up to token ``last``; sinks and pinned messages have other slots.
+        """Let attention read the page slots up to token ``last``, without sinks and pins, which have other slots.
 
-        ``layers`` are counted from the first of ``slots``.
+        ``layers`` are counted from the first layer of ``slots``.
         """
         self.state.ops.open_pages(slots, layers, self.sink, last)
         if self.pins:
@@ -363,16 +363,16 @@ class Mode:
 
 
 def everything(geometry: Geometry, layers: int, capacity: int, in_slots: bool = False) -> Layout:
-    """Slots for all tokens of the first ``layers``; in unified memory none, unless they must be ``in_slots``.
+    """Return the layout with all tokens of the first ``layers``; in unified memory, without slots.
 
-    There attention reads the host pool. A mode that will want other slots soon asks for room for these at once.
+    With ``in_slots``, a mode that will soon need other slots in unified memory reserves memory for them at once.
     """
     in_place = geometry.unified and not in_slots
     return Layout(0, layers, sink=0, window=0 if in_place else capacity, spills=in_place)
 
 
 def budget_of(parameters: BudgetParameters, context: int) -> int:
-    """The budget in tokens: as given, else a 32nd of the context between 256 and 2,048."""
+    """Return the budget in tokens: as given, otherwise a 32nd of the context, from 256 to 2,048."""
     if parameters.budget is not None:
         return parameters.budget
     return min(AUTO_BUDGET["most"], max(AUTO_BUDGET["least"], context // AUTO_BUDGET["context_share"]))

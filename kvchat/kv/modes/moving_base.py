@@ -1,8 +1,8 @@
 """Continues a conversation beyond the model's context by moving the base of positions.
 
-Positions beyond the context start again from its middle: a token's base, a multiple of half the context, is subtracted
-before the model rotates its query and key. So no position is beyond the context, and float32 angles lose no precision.
-Keys are stored as rotated; those kept on the device are rotated by the difference of bases, from the stored key.
+Beyond the context, positions start again from its middle: a token's base, a multiple of half the context, is subtracted
+before the model rotates its query and key. So no position exceeds the context, and float32 angles lose no precision.
+Keys are stored as the model rotated them; copies on the device are rotated further by the difference of bases.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvchat.kv.state import KVState
 
 
 class MovingBase(ContextPolicy):
-    """Beyond the context a prompt is read in chunks of at most ``chunk`` tokens.
+    """Beyond the context, a prompt is read in chunks of at most ``chunk`` tokens.
 
-    Each chunk attends to itself and to what the mode keeps.
+    Each chunk attends to itself and to the tokens that the mode keeps.
     """
 
     is_final = False
@@ -35,10 +35,10 @@ class MovingBase(ContextPolicy):
     def attach(
         self, state: KVState, base: Tensor, first_kept: Callable[[], int], sink: int, pins: Sequence[int]
     ) -> None:
-        """Take over what the mode keeps up to date.
+        """Take over state that the mode updates.
 
         ``base`` is the next token's base (0-d int64 on the device), ``first_kept`` returns the first kept token after
-        the sinks, ``sink`` is the number of sinks, ``pins`` the positions of pinned messages in the slots.
+        the sinks, ``sink`` is the number of sinks, and ``pins`` are the positions of pinned messages in the slots.
         """
         self._state, self._base, self._first_kept = state, base, first_kept
         self._sink, self._pins = sink, pins
@@ -50,12 +50,12 @@ class MovingBase(ContextPolicy):
         return torch.where(beyond < 0, 0, halves * self._half)
 
     def begins_base(self, position: int) -> bool:
-        """True if the token at ``position`` has another base than the one before it."""
+        """Return whether the token at ``position`` has another base than the one before it."""
         beyond = position - self.context
         return beyond >= 0 and beyond % self._half == 0
 
     def moved(self, layer: int, keys: Tensor, by: Tensor) -> Tensor:
-        """``keys [H, n, d_k]`` moved by ``by [n]`` positions each."""
+        """Return ``keys [H, n, d_k]``, each moved by its number of positions in ``by [n]``."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotate(keys, rotation, *cos_sin(rotation, by))
 
@@ -71,7 +71,7 @@ class MovingBase(ContextPolicy):
         return self.moved(layer, keys, self.bases(torch.arange(keys.shape[1], device=keys.device)))
 
     def prompt_tokens(self, total: int) -> int:
-        """The tokens up to the end of the context; beyond it a chunk that ends at the next base at the latest."""
+        """Return the tokens left within the context; beyond it, a chunk that ends at the next base at the latest."""
         if total < self.context:
             return self.context - total
         return min(self.chunk, self._half - (total - self.context) % self._half)
@@ -84,14 +84,14 @@ class MovingBase(ContextPolicy):
         return self._limited_from or 0
 
     def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sinks and pinned messages, re-aligned in their slots, then the recents, moved to one base."""
+        """Return realigned sinks and pinned messages from their slots, then recent tokens, moved to one base."""
         if self._limited_from is None:
             return keys, values
         tokens = torch.arange(self._limited_from, self._limited_from + keys.shape[1], device=keys.device)
         recent = self.moved(layer, keys, self.bases(tokens) - self._base)
         spec, (slots,) = self._state.specs[layer], self._state.slots
         if spec.window is not None:
-            return recent, values  # the sinks are outside the layer's own window
+            return recent, values  # the sinks are outside the layer's sliding window
         kept = self._sink + sum(pin < self._limited_from for pin in self._pins)
         before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]
         return torch.cat((before[0], recent), 1), torch.cat((before[1], values), 1)
