@@ -1,38 +1,38 @@
-"""speculative with ``unit=page``: pages retrieved one step ahead, corrected per head where the query turned.
+"""speculative with ``unit=page``: retrieves pages one step ahead, and corrects heads whose query changed direction.
 
 Paper: FreeKV (speculative retrieval, fine-grained correction; sections 3.2-3.3). Step i attends to sinks, window and
-the k = (budget - sink - window) / p pages chosen with the query of step i-1; after its attention the pages for step i+1
-are chosen with q_i and what is missing is recalled. Before attention, a KV head whose C = mean over its group of
-cos(q_i, q_{i-1}) is below tau gets the pages of q_i at once.
+the k = (budget - sink - window) / p pages chosen with the query of step i-1. After its attention, the pages for step
+i+1 are chosen with q_i, and missing ones are recalled. Before attention, a KV head whose C, the mean of
+cos(q_i, q_{i-1}) over its group, is below tau gets the pages of q_i immediately.
 
 Departures and decisions:
-    * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate
-      from its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends
-      to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
-    * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
-      where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
-    * S is 4 and W a quarter of the budget with what whole pages leave of it; the paper takes S = W = 128 of 2,048 for
-      long prompts, 512 and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the
-      first tokens beyond 4 hold is retrieved where it matters.
+    * The window is exact (the last W tokens, a ring), not whole pages. A page becomes a candidate when its first token
+      leaves the window, and only its tokens outside sinks and window are read. So a token reads at most ``budget``
+      tokens, none of them twice, and candidates for position i+1 include every page that the next step needs.
+    * Page scores of all heads are computed before attention in every step, and are used again after it. The paper
+      computes them only for flagged heads, but asking for the flags costs a GPU a round trip per layer.
+    * S is 4. W is a quarter of the budget plus the rest that does not fill a page. The paper uses S = W = 128 of 2,048
+      for long prompts, and 512 with tau = 0.9 for long answers (``profile=paper``; a quarter each of another budget).
+      First tokens beyond 4 are retrieved if they matter.
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
       figures "heads corrected" and "mean C".
-    * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
-      section 4 converts between two and streams through a double buffer.
-    * On a CPU nothing is hidden beside other work, so nothing is chosen ahead: a layer chooses once, before its
-      attention, for heads that turned with q_i and for the others with q_{i-1}. The sets are the same for half the
-      work (the bundled model corrects 27 of 28 heads a step). Nothing is chosen while all candidates are resident.
+    * Recall gathers blocks from the pinned host pool, which has the same layout (HND pages) on host and device. The
+      paper's section 4 converts between two layouts and streams through a double buffer.
+    * On a CPU nothing runs in parallel, so nothing is chosen ahead: a layer chooses once, before its attention, with
+      q_i for heads that need a correction and with q_{i-1} for the others. The sets are the same for half the work (the
+      bundled model corrects 27 of 28 heads per step). Nothing is chosen while all candidates are resident.
     * Scores are scaled by the layer's attention scale (``selection.page_scores``).
-    * The window holds at least one page, so that candidates are always complete.
-    * A page whose tokens are all pinned (or sinks) is chosen last: they are read anyway, and it would open nothing.
+    * The window has at least one page, so that candidates are always complete.
+    * A page whose tokens are all pinned or sinks is chosen last, because they are read anyway.
 
-With ``index=blocks`` a page is ranked by its best block of 8 keys, with ``bits2`` and ``bits4`` by the mass that its
-tokens' keys in 2 or 4 bits give it, instead of by Quest's bound; ``query=own`` corrects every head (tau above 1).
+Instead of Quest's bound, ``index=blocks`` ranks a page by its best block of 8 keys, and ``bits2`` and ``bits4`` by the
+mass of its keys in 2 or 4 bits. ``query=own`` corrects every head (tau above 1).
 
-With ``profile=paper`` the values are the paper's and all of these stay: but for the edge of the window the sets are the
-same, the others decide when and how work is done.
+``profile=paper`` uses the paper's values with all these departures: apart from the edge of the window the sets are the
+same, and only when and how they are computed differs.
 
 Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
-Costs: a step scores all pages (2*d_k elements a page and head), and recalls only (page, head) blocks that changed.
+Costs: a step scores all pages (2*d_k elements per page and head), and recalls only (page, head) blocks that changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvchat.kv.ops.selection import Candidates, chosen_by
 from kvchat.kv.state import KVState
 
 SINK = 4
-QUARTER = 4  # of the budget: the window, but for what whole pages leave, and the paper's sinks
+QUARTER = 4  # the window is a quarter of the budget plus the rest of the pages; the paper's sinks are a quarter
 TAU = 0.8
 
 
@@ -78,7 +78,7 @@ class FreeKV(IndexedMode):
         p = self.geometry.page
         read = Counter(position // p for position in self.pins)
         read[self.sink // p] += self.sink % p
-        pages = [page for page, tokens in read.items() if tokens == p]  # all of whose tokens are pinned or sinks
+        pages = [page for page, tokens in read.items() if tokens == p]  # all tokens are pinned or sinks
         self._wholly_pinned = torch.tensor(pages, dtype=torch.int64, device=state.device)
         self._entered_at = state.steps, state.transfer.totals.corrections
 
@@ -123,7 +123,7 @@ class FreeKV(IndexedMode):
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        # With tau > 1 every head is corrected at every step: what is speculated would never be read.
+        # With tau > 1 every head is corrected in every step, so speculatively chosen pages would never be read.
         if layer >= self.first and self.k and self.tau <= 1 and not self.state.ops.reads_back:
             with self.state.transfer.side_stream()(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
@@ -148,7 +148,7 @@ class FreeKV(IndexedMode):
         return ModeReport(params, stats, correctable=heads, cosine=cosine, badges=self._badges())
 
     def _split(self, budget: int) -> tuple[int, int]:
-        """Sinks and window of a budget, the rest of which is for pages."""
+        """Return the sinks and the window of a budget; the rest is for pages."""
         p, given = self.geometry.page, self.parameters
         quarter = max(p, budget // QUARTER // p * p)
         published = given.profile == "paper"
@@ -157,7 +157,7 @@ class FreeKV(IndexedMode):
         return sink, quarter + left if given.window is None else given.window
 
     def _tau(self) -> float:
-        """tau as given, else ``TAU``; with ``query=own`` above 1, which corrects every head in every step."""
+        """Return tau as given, otherwise ``TAU``; with ``query=own`` above 1, to correct every head in every step."""
         if self.parameters.query == "ahead":
             raise UsageError(
                 "Pages are not chosen one layer ahead.",
@@ -176,23 +176,23 @@ class FreeKV(IndexedMode):
 
     @property
     def _widens(self) -> bool:
-        """True if a step widens the bounds of the page being filled, which the next step may choose."""
+        """True if each step updates the bounds of the page being filled, which the next step may choose."""
         return self.parameters.index == "bounds" and not self.state.ops.reads_back
 
     def _badges(self) -> tuple[str, ...]:
-        """A warning if sinks and window leave no room for a page and not everything is read."""
+        """Return a warning if sinks and window leave no room for a page, unless everything is read."""
         if self.k or self._reads_all(self.state.total):
             return ()
         enough = next(n for n in count(self.budget) if n >= sum(self._split(n)) + self.geometry.page)
         held = f"sinks and window take {sum(self._split(self.budget))} of the budget of {self.budget} tokens"
-        return (f"recalls nothing: {held} and leave no page; from {enough} tokens on it does",)
+        return (f"recalls nothing: {held}, which leaves no page; use a budget of at least {enough} tokens",)
 
     def _heads(self) -> int:
-        """KV heads that retrieve."""
+        """Return the number of KV heads that retrieve pages."""
         return (self.geometry.layers - self.first) * self.geometry.kv_heads
 
     def _corrections(self, cosine: float) -> dict[str, str | float]:
-        """The share of heads corrected per step since the mode was entered, and the mean of C."""
+        """Return the share of heads corrected per step and the mean of C, since the mode was entered."""
         steps = self.state.steps - self._entered_at[0]
         if not (steps and self.k):
             return {}
@@ -200,24 +200,24 @@ class FreeKV(IndexedMode):
         return {"heads corrected": f"{corrected:.0%}", "mean C": round(cosine / steps, 3)}
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        """The pages' scores ``[H, G, page]``; the lowest possible for pages that are read anyway."""
+        """Return the pages' scores ``[H, G, page]``; the lowest possible for pages that are read anyway."""
         scores = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer))
         if len(self._wholly_pinned):
             scores.index_fill_(-1, self._wholly_pinned, torch.finfo(scores.dtype).min)
         return scores
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
-        """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
+        """Return the pages for the layer's page slots, ``[H, k]``; only ``flagged`` heads may change theirs."""
         return self.state.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
 
     def needs_correction(self, layer: int, query: Tensor) -> Tensor:
-        """True for heads whose query turned since the last token, bool ``[H]``."""
+        """Return which heads' queries changed direction since the last token, bool ``[H]``."""
         return self.state.ops.needs_correction(query, self.state.query[layer], self.tau)
 
     def _correct(self, layer: int, query: Tensor) -> Tensor:
-        """Recall now for the heads whose query turned; return the pages' scores."""
+        """Recall pages now for heads whose query changed direction; return the pages' scores."""
         scores = self._scores(layer, query)
-        again = self.tau <= 1  # something was chosen for this step already
+        again = self.tau <= 1  # pages were already chosen for this step
         corrected = self.needs_correction(layer, query)
         self._flags.append(corrected)
         self._recall(layer, self.choose(layer, scores, self._now, corrected), again)
@@ -225,7 +225,7 @@ class FreeKV(IndexedMode):
         return scores
 
     def _choose_late(self, layer: int, query: Tensor) -> None:
-        """Choose once instead of twice: by this query for heads that turned, by the last token's for the others."""
+        """Choose once instead of twice: by this query for heads to correct, by the last token's for the others."""
         by = self.state.query[layer]
         if self.tau > -1:
             corrected = self.needs_correction(layer, query)
@@ -240,14 +240,14 @@ class FreeKV(IndexedMode):
             self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
 
     def _holds_all(self, candidates: Candidates, tokens: int) -> bool:
-        """True if all candidate pages of the step that makes ``tokens`` are resident: they fit, the newest included."""
+        """Return whether all candidate pages, the newest included, are resident for the step that makes ``tokens``."""
         if not self._reads_all(tokens):
             return False
         newest = int(candidates.last)
         return newest < candidates.first or bool((self.slots.pages == newest).any(2).all())
 
     def _candidates(self, position: Tensor) -> Candidates:
-        """The pages with a token between sinks and window at the step at ``position``."""
+        """Return the pages with a token between sinks and window in the step at ``position``."""
         p = self.geometry.page
         last = torch.div(position - self.window, p, rounding_mode="floor")
         return Candidates.between(self.sink // p, last, self.index.pages)
@@ -260,10 +260,10 @@ class FreeKV(IndexedMode):
         self._open_pages(self.slots, slice(index, index + 1), self._oldest)
 
     def _reads_all(self, tokens: int) -> bool:
-        """True if the token decoded as number ``tokens`` reads everything before it."""
+        """Return whether the token decoded as number ``tokens`` reads all earlier tokens."""
         return self._candidate_pages(tokens) <= self.k
 
     def _candidate_pages(self, tokens: int) -> int:
-        """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""
+        """Return the number of pages with a token between sinks and window if ``tokens`` are stored."""
         p = self.geometry.page
         return max(0, (tokens - 1 - self.window) // p - self.sink // p + 1)

@@ -1,51 +1,50 @@
-"""freeze: irrelevant tokens leave the device for growing times and return.
+"""freeze: evicts tokens that keep scoring low, for longer each time, and brings them back.
 
-Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step every token that was read and
-lies outside the window of the K most recent is scored. One that scores below tau is flagged for the c-th time and
-frozen for ``floor(sqrt(c) / k)`` steps: it gives up its slot. ``freeze_timers`` keeps the counts.
+Paper: ASR-KF-EGR (soft freeze, sublinear timers; Algorithm 1, Eqs. 2-3). After each step, every token that was read and
+is outside the window of the K most recent ones is scored. Each score below tau flags the token, and the c-th flag
+freezes it for ``floor(sqrt(c) / k)`` steps: its slot is freed. ``freeze_timers`` keeps the counts.
 
-``profile="paper"`` is Algorithm 1 and nothing else, at every prompt length. Its tables (170 read of 514, 119 of 269)
-come out exactly if every token outside the window is flagged at every step (``score="always"``), c counts all flags
-and a timer falls in the step that sets it. Eq. 2's mean |q.k| (``score="raw"``) is of order 10 to 100, so that the
-paper's tau = 0.5 would flag nothing. What a frozen token knows is then found by chance only: see the measurements.
-Pinned messages and a budget, also of a GPU's profile, are no part of it and hold where they are given.
+``profile="paper"`` is exactly Algorithm 1, at every prompt length. It reproduces the paper's tables (170 read of 514,
+119 of 269) if every token outside the window is flagged in every step (``score="always"``), c counts all flags, and a
+timer is decremented in the step that sets it. Eq. 2's mean |q.k| (``score="raw"``) is of order 10 to 100, so that the
+paper's tau = 0.5 would flag nothing. With this profile the model finds frozen facts only by chance. Pinned messages and
+a budget, even one from a GPU's profile, are not part of Algorithm 1 but apply if given.
 
-The default profile departs from it; what each departure is for and costs:
+The default profile departs from it for these reasons and at these costs:
     * Recall while frozen. The paper restores a token when its timer runs out, not when it is needed, and so loses facts
-      (section 4.3 asks before anything has frozen). Here the query of each step names, in each layer and KV head, the
-      page to which it gives more than half of the weight over all pages, by their bounds as in speculative mode; its
-      tokens are read from the next step on, with their flags forgotten. Costs the page bounds on the device (a 32nd of
-      the K/V), one product with them a step, and some hundred tokens read.
-    * A token that scores above 32 tau is being copied: the 16 tokens from it on are read from the next step on, their
-      flags forgotten too. Scored one by one, the last digits of a number freeze while its first are looked at, and the
-      answer ends there: 27 of 40 facts asked over turns without this, 38 with it, at the same number of tokens read (of
-      40 others, on which nothing was chosen, 33; full reads 35 and 37).
-    * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of tokens read but
-      sinks, mean over heads and over the layers that can see the token; 1 is an equal share.
-    * c halves when a token scores above tau: what was relevant again is not put away at once. Eq. 3's history window W,
-      for which the paper gives no value and which its tables exclude, is not there.
-    * The first 4 tokens and the chat's control tokens never freeze: attention rests on them.
-    * Nothing freezes while fewer than 400 tokens (``floor``) are read, above that the least relevant first: short
-      conversations save nothing and lose nothing. First freezes are spread over 64 steps by position, because a
-      prompt's tokens would all leave and return in the same steps.
-    * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently. It wins over recall, and
-      facts are lost: a budget given to another mode therefore does not count here.
-    * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
-    * A step copies at most 1,024 tokens to the device, or a 32nd of all, the most relevant first; the others wait for
-      the next ones. Timers run out together: after 2,000 tokens of books (the bundled model, SmolLM2; 200 steps) half
-      of the steps copied one token, the worst 725, and the one after FR 1,800. Of an 8B after 32,768 tokens these would
-      be 1.6 and 3.9 GB, 57 and 141 ms over 16 lanes of PCIe 4. With at most 64 a step a fifth was copied, because what
-      came one after another freezes so too, and three texts were as likely (4.564, 3.822 and 5.501 nats a token,
-      without 4.565, 3.822 and 5.505). A CPU copies nothing.
+      (its section 4.3 asks before anything has frozen). Here, in each layer and KV head, the query of each step recalls
+      the page that gets more than half of the weight over all pages, by their bounds as in speculative mode. From the
+      next step on its tokens are read, and their flags are reset. This costs the page bounds on the device (a 32nd of
+      the K/V), one product with them per step, and a few hundred more tokens read.
+    * A token that scores above 32 tau is being copied, so it and the following tokens, 16 in total, are read from the
+      next step on, and their flags are reset. If tokens were only scored one by one, the last digits of a number would
+      freeze while the first are looked at, and the answer would end there. In conversations of several turns this finds
+      38 of 40 facts instead of 27, with as many tokens read (33 of 40 other facts, not used for tuning; full finds 35
+      and 37).
+    * Score ``prob_rel``: the softmax probability, renormalized without the sinks, times the number of tokens read
+      except sinks; averaged over heads and over the layers that can see the token. An equal share is 1.
+    * c is halved when a token scores above tau, so that it does not freeze at once after it was relevant. Eq. 3's
+      history window W is left out: the paper gives no value, and its tables rule it out.
+    * The first 4 tokens and the chat's control tokens never freeze, because attention depends on them.
+    * Nothing freezes while fewer than 400 tokens (``floor``) are read; above that the least relevant freeze first. So
+      short conversations save nothing and lose nothing. First freezes are spread over 64 steps by position; otherwise
+      all tokens of a prompt would leave and return in the same steps.
+    * ``budget`` limits the tokens read: the least relevant ones wait, and the longer they wait, the sooner they return.
+      It overrides recall, so facts are lost. Therefore a budget set for another mode does not apply here.
+    * All layers and heads share one choice, because Eq. 2 averages over heads and does not mention layers.
+    * A step copies at most 1,024 tokens to the device, or a 32nd of all if that is more, the most relevant first; the
+      others wait. Many timers run out together: after 2,000 tokens of books (the bundled model, SmolLM2; 200 steps),
+      half of the steps copied one token, the worst 725, and the step after FR 1,800. For an 8B after 32,768 tokens,
+      these would be 1.6 and 3.9 GB, or 57 and 141 ms over 16 lanes of PCIe 4. A limit of 64 per step copied a fifth as
+      much, and the likelihood of three texts did not change. A CPU copies nothing.
 
-A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. An answer
-that is asked for again begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.
+A prompt reads everything. Tokens frozen before it stay frozen until its last query, or a later one, recalls them. A
+regenerated answer begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.
 
-Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step read of the last ``RESIZE_INTERVAL``. In unified
-memory (a CPU) it is a table alone: attention reads the tokens that it names where they are stored, nothing moves.
-Costs: a step adds two matrix-vector products over the weights a layer, and a few dozen operations over the tokens. It
-begins by reading one number from the device, how many tokens it will read, so that all of them have slots; whoever
-sampled a token has waited for the same work.
+Shapes: one table ``[1, 1, n]``; n follows the most tokens that a step of the last ``RESIZE_INTERVAL`` read. In unified
+memory (a CPU) there is only a table: attention reads its tokens in place, and nothing moves. Costs: per layer, a step
+adds two matrix-vector products over the weights, and a few dozen operations over the tokens. A step begins by reading
+back how many tokens it will read, so that all of them have slots; sampling the last token waited for the same work.
 """
 
 from __future__ import annotations
@@ -69,18 +68,19 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.ops.cpu_ops import FREEZE, loops_over, numbers
 from kvchat.kv.state import KVState
 
-MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is hot
-RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
-RESIZE_INTERVAL_IN_PLACE = 8  # a table alone costs nothing to make again
-MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
+MAJORITY = 0.5  # share of a KV head's weight over the pages that makes a page hot: at most one page per head
+RESIZE_INTERVAL = 64  # number of steps after which unused slots are freed
+RESIZE_INTERVAL_IN_PLACE = 8  # reallocating only a table costs nothing
+# Spare slots: an eighth, but at least 32 and a quarter of the geometry's headroom, because on a GPU a resize costs a
+# new graph, about 0.2 s. In place only a 32nd, because attention reads spare slots too.
+MIN_ROOM, ROOM_SHARE = 32, 4
 SPARE, SPARE_IN_PLACE = 8, 32
-MOST_MOVED, MOVED_SHARE = 1024, 32  # tokens that a step copies: so many, or a 32nd of those there is room for
-ROOM_SHARE = 4  # of the geometry's headroom, where that is more: on a GPU other slots are another graph, about 0.2 s
-SHRINK = 0.8  # shrink when this share of the slots would suffice
+MOST_MOVED, MOVED_SHARE = 1024, 32  # maximum tokens that a step copies: 1,024, or a 32nd of the capacity if more
+SHRINK = 0.8  # slots are freed if this share would suffice
 
 
 class Freeze(Mode):
-    """Token slots that irrelevant tokens leave."""
+    """Slots from which irrelevant tokens are evicted for a while."""
 
     recovery_levels = LEVELS
     parameters: FreezeParameters
@@ -96,7 +96,7 @@ class Freeze(Mode):
         self._peak = 0
         self._looked_at = 0
         self._entered_at = -1
-        self._read_from: int | None = None  # where the part of a prompt begins that was read since the last fill
+        self._read_from: int | None = None  # first position prefilled since the last fill
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
@@ -112,7 +112,7 @@ class Freeze(Mode):
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        # If a switch to another mode fails this one is entered again and keeps its timers.
+        # If a switch to another mode fails, this mode is re-entered and keeps its timers.
         if self._entered_at < 0:
             kind = CpuTimers if state.ops.reads_back else Timers
             self.timers: Timers = kind(self.parameters, state.device, self.geometry.headroom, self.rule)
@@ -139,7 +139,7 @@ class Freeze(Mode):
         timers.wake(self.pin_mask[:total])
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
-            if fresh or self._read_from is not None:  # else the query may be that of a token whose step raised
+            if fresh or self._read_from is not None:  # otherwise the query may be that of a token whose step raised
                 timers.thaw_hot(self._hot_pages(self.state.position - 1))
         self._read_from = None
         if self.bound is not None:
@@ -161,7 +161,7 @@ class Freeze(Mode):
             timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
 
     def _fill_slots(self) -> None:
-        """Make the slots hold exactly the tokens that the next one reads."""
+        """Make the slots hold exactly the tokens that the next token reads."""
         frozen = self.timers.frozen
         self.slots.held.fill_(EMPTY)
         self._fit(self.timers.num_awake(self.state.total) + 1)
@@ -179,7 +179,7 @@ class Freeze(Mode):
         self.state.transfer.load_table(slots, table.expand_as(slots.table))
 
     def _fit(self, needed: int) -> None:
-        """Have slots for ``needed`` tokens, and fewer where fewer were needed lately."""
+        """Resize the slots for ``needed`` tokens; free slots that were not needed recently."""
         self._peak = max(self._peak, needed)
         n, steps, in_place = self.slots.n, self.state.steps, self.slots.layout.in_place
         due = steps - self._looked_at >= (RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL)
@@ -211,7 +211,7 @@ class Freeze(Mode):
         return max(MOST_MOVED, self.timers.capacity // MOVED_SHARE) if self.rule.recalls else FOREVER
 
     def _all_arrive(self, awake: int) -> bool:
-        """True if a step can read all ``awake`` tokens: no more are missing from the slots than it may move."""
+        """Return whether a step reads all ``awake`` tokens, that is, may copy all that are missing from the slots."""
         table, held = self.slots.table[0, 0], self.slots.held
         if self.slots.layout.in_place or awake <= self._most_moved:
             return True
@@ -240,15 +240,15 @@ class Freeze(Mode):
             self._widen_bounds(position)
             hot = self._hot_pages(position)
         timers.observe(position, table, self._scores.result(), self.state.control, hot)
-        if not self.slots.layout.in_place:  # quantized pages come from the host
+        if not self.slots.layout.in_place:  # tokens of quantized pages are always copied from the host
             timers.note_held(table, self.slots.held, keeps=self.state.host.quantized_share is None)
         timers.drop_frozen(table)
 
     def _restore(self, position: Tensor) -> None:
-        """Let the step read what is not frozen; ``prepare_step`` made room for all of it.
+        """Let the step read the tokens that are not frozen; ``prepare_step`` made room for all of them.
 
-        Many tokens return after a step or two. If a token's slot was not reused it is still there; of the others the
-        most relevant are copied.
+        Many tokens return after a step or two and are still in their slots. Of the others, the most relevant are
+        copied.
         """
         slots, timers, table = self.slots, self.timers, self.slots.table[0, 0]
         if slots.layout.in_place:
@@ -262,10 +262,10 @@ class Freeze(Mode):
         layers = slots.layout.last - slots.layout.first
         self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
 
-    # ---- pages that a query asks for
+    # ---- pages that a query looks for
 
     def _hot_pages(self, position: Tensor) -> Tensor:
-        """Mask ``[capacity + 1]`` of tokens in pages to which a KV head gave most of its weight at ``position``."""
+        """Return the mask ``[capacity + 1]`` of tokens in pages that got most of a KV head's weight at ``position``."""
         g, bounds, index = self.geometry, self.bounds.data, self.timers.index
         if loops := self._loops():
             hot = torch.zeros_like(self.timers.frozen)
@@ -282,18 +282,18 @@ class Freeze(Mode):
         return (share > MAJORITY)[page] & (index <= position)
 
     def _widen_bounds(self, position: Tensor) -> None:
-        """Let the bounds cover the new token's keys, of all layers at once."""
+        """Widen the page bounds by the new token's keys, in all layers at once."""
         keys = torch.stack(self._keys).unsqueeze(2)
         page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
         row = torch.maximum(self.bounds.data.index_select(2, page), torch.cat((keys, -keys), -1))
         self.bounds.data.index_copy_(2, page, row)
 
     def _loops(self) -> ModuleType | None:
-        """The compiled loops over bounds and keys, where they can be used."""
+        """Return the compiled loops over bounds and keys, if they can be used."""
         loops = freeze_loops() if self.state.ops.reads_back else None
         return loops and loops_over(self.geometry.dtype, FREEZE)
 
-    # ---- what others read
+    # ---- for the manager and the interface
 
     def graph_buffers(self) -> list[Tensor]:
         own = [self.bounds.data] if self.rule.recalls else []

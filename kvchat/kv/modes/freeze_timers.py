@@ -1,7 +1,7 @@
 """Freeze timers: how often each token was found irrelevant, and how long it stays frozen (ASR-KF-EGR, Eq. 3).
 
-Everything is a tensor by position or by slot, of fixed shape within a step, and nothing is read back. On a CPU one pass
-that numba compiles takes the place of many operations. ``Scores`` gathers how relevant each token is (Eq. 2).
+All state is in tensors by position or by slot, of fixed shape within a step, and nothing is read back. On a CPU, one
+pass compiled by numba replaces many operations. ``Scores`` accumulates each token's relevance (Eq. 2).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
 
-# Least score of a token that the budget keeps frozen: its urgency must grow even if it scored 0.
+# Minimum score of a token that the budget keeps frozen, so that its urgency grows even if it scored 0.
 MIN_RETURN_SCORE = 0.01
-HOT_SCORE = 1e9  # above all others, until the token is scored
-RETRIEVED = 32  # times tau: the mean score of a token that one head retrieves and the others ignore
+HOT_SCORE = 1e9  # above all others, until the token is scored again
+RETRIEVED = 32  # multiple of tau: the mean score of a token that one head retrieves and the others ignore
 FOREVER = 2**30  # steps
-FOLLOWING = 16  # tokens kept from each retrieved one on
+FOLLOWING = 16  # number of tokens kept from each retrieved one on
 
 
 @dataclass(frozen=True)
 class Rule:
     """The constants of a profile.
 
-    ``sink`` first tokens and, if ``protects``, the chat's control tokens are never frozen; the least relevant freeze
-    only while more than ``floor`` are read; the first freezes are spread over ``stagger`` steps; with ``same_step`` a
-    timer falls in the step that sets it; ``recalls`` lets a query wake pages and what follows a retrieved token, and
-    halves the flags of what is relevant.
+    The first ``sink`` tokens and, if ``protects``, the chat's control tokens never freeze. Others freeze only while
+    more than ``floor`` are read, the least relevant first. First freezes are spread over ``stagger`` steps. With
+    ``same_step``, a timer is decremented in the step that sets it. With ``recalls``, a query unfreezes pages and the
+    tokens after a retrieved one, and the flags of relevant tokens are halved.
     """
 
     sink: int
@@ -53,22 +53,22 @@ RULES = {
 
 
 def rule_of(parameters: FreezeParameters) -> Rule:
-    """The constants of the profile, with the floor that is given."""
+    """Return the constants of the profile, with ``floor`` if it is given."""
     rule = RULES[parameters.profile]
     return rule if parameters.floor is None else replace(rule, floor=parameters.floor)
 
 
 def state_bytes(capacity: int) -> int:
-    """Bytes of the state of ``capacity`` tokens: three int32, a float32 and a bool each, twice, an int64; counters."""
+    """Return the state's bytes: per token three int32, a float32 and a bool, all twice, and an int64; and counters."""
     return 42 * (capacity + 1) + 16
 
 
 class Timers:
-    """State of the tokens by position: tensors ``[capacity + 1]``; the last entry is a dummy.
+    """State of the tokens by position, in tensors ``[capacity + 1]``; the last entry is a dummy.
 
-    ``detections`` begins at minus the token's offset, which staggers the first freezes; ``timer`` is the number of
-    steps to stay away, 0 or less where the budget keeps a token away; ``since`` the position at which it left;
-    ``score`` its last one; ``index`` its position. ``hold`` (0-d) is the number of steps in which nothing may freeze.
+    ``detections`` counts flags, from a negative start that staggers the first freezes. ``timer`` is the number of steps
+    that a token stays frozen, 0 or less if the budget keeps it frozen. ``since`` is the position at which it froze,
+    ``score`` its last score, ``index`` its position. ``hold`` (0-d) is the number of steps in which nothing may freeze.
     """
 
     detections: Tensor
@@ -105,13 +105,13 @@ class Timers:
         return [self.detections, self.timer, self.since, self.score, self.frozen, self.hold]
 
     def save(self, step: int) -> None:
-        """Save the states before a step, which may fail after it changed some of them."""
+        """Save the states before a step, which may fail after changing some of them."""
         for kept, state in zip(self._saved, self.states(), strict=True):
             kept.copy_(state)
         self._saved_at = step
 
     def undo(self, step: int) -> None:
-        """Undo what the step changed, if its states were saved."""
+        """Restore the states saved before this step, if any."""
         if self._saved_at == step:
             for kept, state in zip(self._saved, self.states(), strict=True):
                 state.copy_(kept)
@@ -122,7 +122,7 @@ class Timers:
             self._allocate(grown(tokens, self.headroom))
 
     def truncate(self, tokens: int) -> None:
-        """Forget the tokens from position ``tokens`` on; wake those in the window before it."""
+        """Forget the tokens from position ``tokens`` on; unfreeze those in the window before it."""
         self.detections[tokens:] = self._first_counts(self.capacity + 1)[tokens:]
         self.frozen[max(0, tokens - self.parameters.K) :] = False
         self.score[tokens:] = 0
@@ -130,9 +130,9 @@ class Timers:
             self._prompt_end = 0
 
     def begin_answer(self, tokens: int, is_new: bool) -> None:
-        """Save the states at the end of a prompt that ``is_new``: 17 bytes on the host for each of ``tokens``.
+        """Save the states at the end of a prompt that ``is_new``, 17 bytes on the host per token.
 
-        If only its last token was read again, because its answer is regenerated, restore them instead.
+        If only the prompt's last token was read again, to regenerate its answer, restore these states instead.
         """
         states = [state.view(-1)[:tokens] for state in self.states()]
         if is_new:
@@ -142,17 +142,17 @@ class Timers:
                 state.copy_(kept)
 
     def pin(self, tokens: Tensor | None, budget: int | None) -> None:
-        """Never freeze the tokens of a mask, whose last entry, False, stands for all later ones; set the ``budget``."""
+        """Set the ``budget`` and a mask of tokens that never freeze; its last entry, False, is for all later tokens."""
         self._pin_mask, self.budget = tokens, budget
 
     def num_awake(self, total: int) -> int:
-        """Number of the ``total`` tokens that the next one reads; waits for the device."""
+        """Return how many of the ``total`` tokens the next token reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
     def observe(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor, hot: Tensor | None) -> None:
-        """Update ``frozen`` for the next step: the tokens in ``table [n]`` scored ``score [n]`` in this one.
+        """Update ``frozen`` for the next step by the ``score [n]`` of the tokens in ``table [n]``.
 
-        ``position`` (0-d) is that of the newest token, ``hot [capacity + 1]`` the tokens of its hot pages.
+        ``position`` (0-d) is the newest token's, ``hot [capacity + 1]`` marks the tokens of its hot pages.
         """
         counts, away, retrieved = self._flag(position, table, score, control)
         if self.rule.floor:
@@ -165,9 +165,9 @@ class Timers:
             self.limit(position + 1, control, waiting)
 
     def list_awake(self, total: int, table: Tensor) -> int:
-        """Fill ``table [n]`` with those of ``total`` tokens that are not frozen, in order; return how many are new.
+        """Fill ``table [n]`` with those of ``total`` tokens that are not frozen, in order.
 
-        Waits for the device.
+        Return how many are new; waits for the device.
         """
         tokens = (~self.frozen[:total]).nonzero().flatten()
         new = len(tokens) - int((table != EMPTY).sum())
@@ -176,21 +176,21 @@ class Timers:
         return new
 
     def num_awake_in_slots(self, table: Tensor, held: Tensor) -> int:
-        """Number of tokens that are not frozen and have K/V in the slots; waits for the device."""
+        """Return how many tokens in the slots are not frozen; waits for the device."""
         there = torch.where(table == EMPTY, held, table)
         return int(((there != EMPTY) & ~self.frozen[there.long()]).sum())
 
     def reopen(self, table: Tensor, held: Tensor) -> Tensor:
-        """Open in ``table [n]`` the slots of ``held [n]`` whose tokens are not frozen any more; return how many."""
+        """Put tokens of ``held [n]`` that are no longer frozen back into ``table [n]``; return how many."""
         reopened = (table == EMPTY) & (held != EMPTY) & ~self.frozen[held.long()]
         table.copy_(torch.where(reopened, held, table))
         return reopened.sum()
 
     def missing(self, position: Tensor, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Up to ``most`` tokens before ``position`` that are neither frozen nor in ``table [n]``, most relevant first.
+        """Return up to ``most`` tokens before ``position`` that are not frozen and not in ``table [n]``.
 
         Returns:
-            Positions, int64 ``[m]``, and a mask ``[m]`` of those that are valid.
+            Positions, int64 ``[m]``, most relevant first, and a mask ``[m]`` of the valid ones.
         """
         missing = ~self.frozen & (self.index < position)
         missing = missing.index_fill(0, self._index(table), False)
@@ -198,12 +198,12 @@ class Timers:
         return positions, score >= 0
 
     def slots_to_reuse(self, table: Tensor, held: Tensor, number: int) -> Tensor:
-        """``number`` empty slots of ``table [n]``, int64, first those whose tokens stay frozen longest."""
+        """Return ``number`` empty slots of ``table [n]`` (int64), first those whose tokens stay frozen longest."""
         away = torch.where(held == EMPTY, FOREVER, self.timer[held.long()].clamp(min=0))
         return away.masked_fill(table != EMPTY, -1).topk(number).indices
 
     def note_held(self, table: Tensor, held: Tensor, keeps: bool) -> None:
-        """Note in ``held [n]`` that slots still have the tokens of ``table [n]`` once these freeze, if it ``keeps``."""
+        """If ``keeps``, note in ``held [n]`` that slots still have the tokens of ``table [n]`` after these freeze."""
         held.copy_(torch.where(table == EMPTY, held, table) if keeps else torch.full_like(held, EMPTY))
 
     def drop_frozen(self, table: Tensor) -> None:
@@ -211,21 +211,21 @@ class Timers:
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token in ``table [n]``: its flags, the steps to stay frozen (0: none), whether it is retrieved."""
+        """Return for each token in ``table [n]`` its flags, the steps to stay frozen (or 0), and if it is retrieved."""
         p, index = self.parameters, self._index(table)
         may = (table != EMPTY) & self._may_freeze(index, position + 1, control)
         low = may & (score < p.tau)
         before = self.detections[index]
         counts = before + low.to(torch.int32)
-        if self.rule.recalls:  # half of them for a token that is relevant again
+        if self.rule.recalls:  # halve the flags of a token that is relevant again
             counts = torch.where((score > p.tau) & (before > 0), before // 2, counts)
         away = (counts.clamp(min=0).double().sqrt() / p.k).floor().to(torch.int32)  # Eq. 3: floor(sqrt(c) / k) steps
-        # With same_step a timer of 1 runs out in the step that sets it: the token does not leave at all.
+        # With same_step, a timer of 1 runs out in the step that sets it, so the token does not freeze at all.
         away = (away - int(self.rule.same_step)).clamp(min=0)
         return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.retrieved_above)
 
     def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
-        """Store a step's results for the tokens in ``table [n]``; return which timers ran out, ``[capacity + 1]``."""
+        """Store a step's results for the tokens in ``table [n]``; return whose timers ran out, ``[capacity + 1]``."""
         index, leaves = self._index(table), away > 0
         self.timer -= 1
         for state, value in ((self.timer, away), (self.since, position.to(torch.int32))):
@@ -236,25 +236,25 @@ class Timers:
         return waiting
 
     def _index(self, table: Tensor) -> Tensor:
-        """The index into the state for each slot of ``table [n]``; empty slots get the dummy entry."""
+        """Return each slot's index into the state for ``table [n]``; empty slots get the dummy entry."""
         return torch.where(table != EMPTY, table, self.capacity).long()
 
     def thaw_hot(self, tokens: Tensor) -> None:
-        """Unfreeze the tokens of a mask ``[capacity + 1]`` and reset their flags."""
+        """Unfreeze the tokens of the mask ``[capacity + 1]`` and reset their flags."""
         self.frozen &= ~tokens
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, HOT_SCORE)
 
     def _with_followers(self, table: Tensor, retrieved: Tensor, position: Tensor, hot: Tensor) -> Tensor:
-        """The mask ``hot`` plus the ``FOLLOWING`` tokens from each ``retrieved [n]`` token on, up to ``position``."""
+        """Return ``hot`` plus ``FOLLOWING`` tokens from each ``retrieved [n]`` token on, up to ``position``."""
         before = torch.zeros_like(self.index).index_put_((self._index(table),), retrieved.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
         return hot | (near & (self.index <= position))
 
     def limit(self, total: Tensor, control: Tensor, waiting: Tensor) -> None:
-        """Freeze the least relevant tokens until the next token reads ``budget`` tokens, itself included.
+        """Freeze the least relevant tokens so that the next token reads at most ``budget`` tokens, itself included.
 
-        ``total`` (0-d) tokens are stored. Tokens ``waiting [capacity + 1]``, whose timer ran out, grow more urgent.
+        ``total`` (0-d) tokens are stored. Tokens in ``waiting [capacity + 1]``, whose timer ran out, get more urgent.
         """
         assert self.budget is not None
         awake = ~self.frozen & (self.index < total)
@@ -268,17 +268,17 @@ class Timers:
         self.timer.masked_fill_(out & ~waiting, 1)
 
     def wake(self, tokens: Tensor) -> None:
-        """Read the tokens of a mask ``[total]`` again."""
+        """Unfreeze the tokens of the mask ``[total]``."""
         self.frozen[: len(tokens)] &= ~tokens
 
     def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
-        """Of ``leaves [n]`` the least relevant, so many that ``floor`` of the ``awake`` (0-d) tokens are still read."""
+        """Return the least relevant of ``leaves [n]``, so that ``floor`` of ``awake`` (0-d) tokens are still read."""
         order = torch.where(leaves, score, torch.inf).argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return leaves & (rank < awake - self.rule.floor)
 
     def _may_freeze(self, index: Tensor, total: Tensor, control: Tensor) -> Tensor:
-        """Which tokens at positions ``index`` may freeze: no sinks, none in the window, none pinned or protected."""
+        """Return which tokens ``index`` may freeze: not sinks, the window, pinned or protected tokens."""
         may = (index >= self.rule.sink) & (index < total - self.parameters.K)
         if self._pin_mask is not None:
             may &= ~self._pin_mask[index.clamp(max=len(self._pin_mask) - 1)]
@@ -305,11 +305,11 @@ class Timers:
         self.capacity = capacity
 
 
-NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
+NONE = torch.zeros(1, dtype=torch.bool)  # mask without tokens
 
 
 class CpuTimers(Timers):
-    """``Timers`` on a CPU, where reading back costs no wait; without numba the operations are torch's."""
+    """``Timers`` on a CPU, where reading back does not wait; uses torch until the numba loops are compiled."""
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not (loops := freeze_loops()):
@@ -347,7 +347,7 @@ class CpuTimers(Timers):
 
 
 def freeze_loops() -> ModuleType | None:
-    """The compiled loops of this mode; None where there are none."""
+    """Return the compiled loops of this mode; None if there are none."""
     if loops := cpu_ops.compiled_loops(cpu_ops.FREEZE):
         cpu_ops.use_threads(torch.get_num_threads())
     return loops
@@ -358,9 +358,9 @@ def _shared(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 class Scores:
-    """Relevance of the tokens in ``table [n]`` (-1 empty) to the one being decoded, gathered layer by layer.
+    """Relevance of the tokens in ``table [n]`` (-1: empty) to the token being decoded, accumulated layer by layer.
 
-    ``kind`` is a parameter of the freeze mode; of ``prob_rel`` the first ``sink`` tokens have no share.
+    ``kind`` is the mode's parameter ``score``; with ``prob_rel``, the first ``sink`` tokens have no share.
     """
 
     def __init__(self, kind: str, sink: int, table: Tensor) -> None:
@@ -378,7 +378,7 @@ class Scores:
         weights.add_shares(self.sum, self._counted, number)
 
     def add_products(self, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
-        """Count a layer by ``query [q_heads, d_k]`` and ``keys [H, n, d_k]``, but for a score that takes nothing."""
+        """Add a layer's mean |q.k| of ``query [q_heads, d_k]`` and ``keys [H, n, d_k]``; nothing for ``always``."""
         if self.kind == "always":
             return
         seen = self._seen(spec, position)
@@ -387,7 +387,7 @@ class Scores:
         self.sum += products if seen is None else products * seen
 
     def _seen(self, spec: AttentionSpec, position: Tensor) -> Tensor | None:
-        """The tokens that the layer sees, which counts for them; float32 ``[n]``, None for all."""
+        """Count the layer for the tokens that it sees, and return these as float32 ``[n]``; None for all."""
         if spec.window is None:
             self.layers += 1
             return None
@@ -396,6 +396,6 @@ class Scores:
         return seen
 
     def result(self) -> Tensor:
-        """``[n]``, the mean over the layers; 0 for a token that no layer can see."""
+        """Return the mean over the layers, ``[n]``; 0 for a token that no layer can see."""
         layers = self.layers + self.windowed
         return self.sum / (layers.clamp(min=1) if isinstance(layers, Tensor) else max(1, layers))

@@ -1,23 +1,21 @@
-"""full: everything attended, at every token. The reference of all other modes.
+"""full: reads every token. The reference for all other modes.
 
-Slot i holds position i in every layer and head; one table for all. Costs ``Geometry.token_bytes`` of device memory a
-token; nothing moves after the mode was entered. Where that is too much the most recent ``resident`` tokens stay in a
-ring of slots, and attention reads all earlier ones from pinned host memory over the link, without a copy: device memory
-no longer grows, the answer is the same, and a step takes as long as the link needs for the rest. Layers with a window
-that fits the ring read nothing over the link.
+Slot i holds position i in every layer and head, with one table for all. This costs ``Geometry.token_bytes`` of device
+memory per token, and nothing moves once the mode is entered. If memory is short, the most recent ``resident`` tokens
+stay in a ring of slots, and attention reads all earlier ones from pinned host memory over the link, without a copy.
+Device memory then stops growing, the answer is the same, and a step takes as long as the link needs for the rest.
+Layers with a window that fits in the ring read nothing over the link.
 
-So that the link is not idle while a layer's weights are read, a copy engine stages the first pages of the next layer
-meanwhile, in a small buffer that all layers share: as soon as one layer attended to it, it is the next one's. The rest
-is read by the attention kernel, before it waits for what is staged. A step then takes the longer of both times, not
-their sum, where the buffer holds what the link brings in a layer's time. Full-precision pages are staged, by the Triton
-kernels, and in layers without a window.
+To use the link while a layer's weights are read, a copy engine stages the first pages of the next layer in a small
+buffer, which all layers share in turn. The attention kernel reads the rest before it waits for the staged pages. A step
+then takes the longer of both times, not their sum, if the buffer is large enough. Only full-precision pages are staged,
+only with the Triton kernels, and only in layers without a window.
 
-A CPU reads its memory faster than most links do. There the tokens that are read last, of those that are not staged, are
-attended to by the CPU where they are stored, beside the GPU: as many as take it as long as the rest takes over the
-link. A step is then a CUDA graph for each layer, between which the CPU takes its turn; it is done where it saves more
-than that costs.
+A CPU reads its memory faster than most links. So the CPU attends to the last spilled tokens that are not staged, in
+place and in parallel with the GPU: to as many as take it as long as the rest takes over the link. A step is then one
+CUDA graph per layer, between which the CPU takes its turn. This is done only if it saves more than it costs.
 
-In unified memory (a CPU) there are no slots: attention reads the host pool itself, and K/V is held once.
+In unified memory (a CPU) there are no slots: attention reads the host pool in place, and K/V are stored once.
 """
 
 from __future__ import annotations
@@ -41,15 +39,15 @@ from kvchat.kv.ops import host_attention
 from kvchat.kv.ops.host_attention import HostAttention
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 
-# Over all layers, and of the slots' bytes at most. While a 3060 reads what it holds (29 ms) its link brings 730 MB,
-# that of a laptop of 8 GB (24 ms) 290 MB; computed.
+# Maximum bytes staged per step over all layers, and maximum share of the slots' bytes for the buffer. Computed: while
+# an RTX 3060 reads its memory (29 ms) its link transfers 730 MB; a laptop with 8 GB (24 ms) 290 MB.
 STAGED_BYTES, STAGED_SHARE = 768 * 2**20, 1 / 8
-LEVELS = 4  # numbers of pages that are staged as a conversation grows: each has graphs of its own
-STARTS = 6  # bits of the first token that the CPU attends to, which has graphs of its own: to a 64th of what spills
+LEVELS = 4  # how many different numbers of pages are staged as a conversation grows; each has its own graphs
+STARTS = 6  # bits to which the first token that the CPU attends to is rounded, because each value has its own graphs
 
 
 class Full(Mode):
-    """One window in all layers, as large as the conversation or the memory; what left it is read where it is stored."""
+    """One window in all layers, as large as the conversation or the memory; attention reads older tokens from RAM."""
 
     chooses_by_head: ClassVar = True
     parameters: FullParameters
@@ -62,7 +60,7 @@ class Full(Mode):
         self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not self.geometry.unified else 0
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Everything is read."""
+        """Do nothing, because everything is read."""
 
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
@@ -74,17 +72,17 @@ class Full(Mode):
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
         if self.parameters.resident is not None or self.geometry.unified:
             return
-        # What reading the next prompt takes on the device.
+        # Leave room for the next prefill.
         usable = free - staging_bytes(self.geometry, capacity, CHUNKS[0]) - PREFILL_WORKSPACE
         if self.plan(capacity).device_bytes(self.geometry) > usable:
             usable -= self._staging(int(usable / (1 + STAGED_SHARE)))
             fitting = usable // Layout(0, self.geometry.layers, 0, self.geometry.page).nbytes(self.geometry)
             fits = held or max(MIN_BUDGET, fitting * self.geometry.page)
-            self.resident = min(fits, self.resident or fits)  # a ring that has come round cannot grow
+            self.resident = min(fits, self.resident or fits)  # a ring that has wrapped around cannot grow
 
     @property
     def spills(self) -> bool:
-        """Tokens are read over the link, or will be."""
+        """True if tokens are or will be read over the link."""
         return not self.geometry.unified and any(slots.layout.spills for slots in self.state.slots)
 
     def guess(self, begins: bool) -> None:
@@ -93,7 +91,7 @@ class Full(Mode):
 
     @property
     def guesses(self) -> bool:
-        """The step reads nothing over the link: its token is a guess."""
+        """True if the step's token is a guess, so that it reads nothing over the link."""
         return any(slots.recent_only for slots in self.state.slots)
 
     def prepare_step(self) -> Step:
@@ -106,14 +104,14 @@ class Full(Mode):
             slots.staged = min(slots.staged, on_cpu.start // self.geometry.page)
             if self._host_attention is None or self._host_attention.host is not self.state.host:
                 self._host_attention = HostAttention(self.state.host)
-        # Stock torch reads as many blocks as there is memory for.
+        # torch's own operations read as many blocks as there is memory for.
         kind = self.state.host.room, self.guesses, slots.staged, on_cpu.start if on_cpu else -1
         return Step(kind, exact=not self.guesses)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
         for slots in self.state.slots:
-            slots.staged_layer = -1  # a capture that failed has left it at some layer
+            slots.staged_layer = -1  # a failed capture may have left another layer here
         self._stage(-1)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
@@ -131,7 +129,7 @@ class Full(Mode):
         if self.spills and not self.guesses:
             read, fetched = self._pairs(position + 1)
             (slots,) = self.state.slots
-            if slots.on_cpu:  # its end moves with the position, its start is the graph's
+            if slots.on_cpu:  # its end moves with the position, but its start is fixed in the graph
                 on_cpu = (position + 1 - slots.layout.window - slots.on_cpu.start) * self._heads_reading_all
                 slots.read_pairs += on_cpu
                 fetched = fetched - on_cpu
@@ -139,11 +137,11 @@ class Full(Mode):
             self.state.transfer.count_fetched(fetched)
 
     def _staging(self, slot_bytes: int) -> int:
-        """Bytes of the buffer beside slots of so many bytes."""
+        """Return the size in bytes of the staging buffer for slots of ``slot_bytes`` bytes."""
         return int(min(STAGED_BYTES / self.geometry.layers, slot_bytes * STAGED_SHARE))
 
     def _stageable(self, slots: DeviceSlots) -> int:
-        """The number of pages that the next step stages: those wholly outside the ring, as far as there is room."""
+        """Return how many pages the next step stages: those entirely outside the ring, as far as there is room."""
         if self.guesses or not self.state.ops.reads_staged:
             return 0
         room = slots.layout.staged
@@ -152,9 +150,9 @@ class Full(Mode):
         return min(left, room) // unit * unit
 
     def _left_to_cpu(self, slots: DeviceSlots) -> range:
-        """The tokens that the CPU attends to in the next step: the last of those outside the ring.
+        """Return the tokens that the CPU attends to in the next step: the last of those outside the ring.
 
-        The first of them moves by whole ``unit``s, because each has a graph of its own.
+        The first of them moves by whole ``unit``s, because each value has its own graph.
         """
         end, share, ops = self.state.total + 1 - slots.layout.window, self.parameters.cpu, self.state.ops
         first = self._sink
@@ -172,11 +170,11 @@ class Full(Mode):
 
     @property
     def _heads_reading_all(self) -> int:
-        """The number of KV heads in all layers without a window."""
+        """Total number of KV heads in layers without a window."""
         return self.geometry.kv_heads * sum(spec.window is None for spec in self.state.specs)
 
     def _stage(self, read: int) -> None:
-        """Begin to stage the next layer without a window if layer ``read`` was the staged one; -1 before the first."""
+        """Start staging the next layer without a window if layer ``read`` was the staged one; -1 before the first."""
         (slots,) = self.state.slots
         if not slots.staged or slots.staged_layer != read:
             return
@@ -186,7 +184,7 @@ class Full(Mode):
             self.state.transfer.stage(slots, following)
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """K/V pairs that the last of ``tokens`` (0-d) reads, and those of them that come over the link."""
+        """Return how many K/V pairs the last of ``tokens`` (0-d) reads, and how many of them come over the link."""
         ring, none = self.state.slots[0].layout.window + self._sink, torch.zeros_like(tokens)
         windows = Counter(spec.window for spec in self.state.specs)
         heads = [(layers * self.geometry.kv_heads, window) for window, layers in windows.items()]

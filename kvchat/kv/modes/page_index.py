@@ -1,13 +1,13 @@
-"""Summaries of every page by which tokens are chosen, and the base of the modes that choose so.
+"""Summaries of pages by which tokens or pages are chosen, and the base of the modes that use them.
 
-A summary of a page's keys, per layer and KV head, is bounds or codes of a few bits. It follows the host pool by whole
-pages: the candidates of a step are full pages, or tokens in them.
+Per layer and KV head, a summary is the bounds of a page's keys or their codes of a few bits. The candidates of a step
+are full pages, or tokens in them.
 
-There is no second level, such as bounds of 128 tokens that leave a quarter of the pages to the codes. By computation
-(``engine/cards.py``) reading all codes takes 5.6 of the 27.0 ms of an 8B's token in 4 bits after 131,072 tokens on an
-RTX 3060, 0.6 of 3.7 ms on an H100. Two levels would save two thirds of that, 11 to 14 % of the token; with 16-bit
-weights, or after 65,536 tokens, 6 to 8 %. But a second choice would come before the first, and what choosing took on an
-H200 was not reading (0.09 of 1.6 ms); coarse bounds also lose tokens before any code is read.
+There is no second level, such as bounds of 128 tokens that leave a quarter of the pages to the codes. Computed
+(``engine/cards.py``): reading all codes takes 5.6 of the 27.0 ms of an 8B's token in 4 bits after 131,072 tokens on an
+RTX 3060, and 0.6 of 3.7 ms on an H100. Two levels would save two thirds of that, 11 to 14 % of the token; with 16-bit
+weights, or after 65,536 tokens, 6 to 8 %. But they add another choice, while reading is only a small part of the time
+for choosing (0.09 of 1.6 ms on an H200), and coarse bounds lose tokens before any code is read.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import page_bounds
 from kvchat.kv.state import KVState
 
-BLOCK = 8  # tokens of a block of ``index=blocks``
-# Pages summarized at once. Layer by layer, 30 layers took twice as long; and intermediate results are eight times a
-# page's keys in 16 bits: for 128K tokens at once gigabytes.
+BLOCK = 8  # tokens per block of ``index=blocks``
+# Pages summarized together over several layers, because one layer at a time took twice as long for 30 layers, and at
+# most. Intermediate results are eight times as large as the keys in 16 bits: gigabytes for 128K tokens at once.
 TOGETHER, MOST = 64, 512
-BLOCK_SHARE = 0.25  # of the way from a block's mean key to its bounds
+BLOCK_SHARE = 0.25  # position of a block's row between its mean key (0) and its bounds (1)
 
 
 class PageIndex:
-    """One row ``width`` long for each page, ``data [layers, H, page, width]``, of the layers ``first`` to the last.
+    """One row of ``width`` elements per page, ``data [layers, H, page, width]``, for the layers from ``first`` on.
 
-    It covers the first ``tokens`` tokens. The operations of ``state``, where it is given, make the rows.
+    It covers the first ``tokens`` tokens. If ``state`` is set, its operations compute the rows.
     """
 
     state: KVState | None = None
@@ -47,7 +47,7 @@ class PageIndex:
     dtype: torch.dtype
     width: int
     empty: float = 0
-    of_values: ClassVar = False  # rows are made of the tokens' values, not of their keys
+    of_values: ClassVar = False  # whether rows summarize values instead of keys
 
     def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
         self.geometry = geometry
@@ -62,11 +62,11 @@ class PageIndex:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers and heads."""
+        """Bytes of one page over all layers and heads."""
         return self.data.shape[0] * self.geometry.kv_heads * self.width * self.dtype.itemsize
 
     def summary(self, rows: Tensor, pages: int) -> Tensor:
-        """The rows ``[H, pages, width]`` of keys or values ``[H, n, d]``; the last page may be partly filled."""
+        """Return the rows ``[H, pages, width]`` of keys or values ``[H, n, d]``; the last page may be partly filled."""
         raise NotImplementedError
 
     def reserve(self, tokens: int) -> None:
@@ -84,12 +84,12 @@ class PageIndex:
         return self.data[layer - self.first]
 
     def follow(self, host: HostPool) -> None:
-        """Cover the pages that have become full since; others need no rows yet."""
+        """Add the pages that became full since the last call; others need no rows yet."""
         if host.total // self.geometry.page > self.tokens // self.geometry.page:
             self.refresh(host)
 
     def refresh(self, host: HostPool) -> None:
-        """Cover exactly what the host pool holds; only pages that are not covered yet are read from it."""
+        """Cover exactly the tokens in the host pool; read only pages that are not covered yet."""
         g = self.geometry
         begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
         self.reserve(g.grown(host.total))
@@ -99,21 +99,21 @@ class PageIndex:
             self._read(host, start, min(start + MOST, end))
 
     def _read(self, host: HostPool, begin: int, end: int) -> None:
-        """Cover the pages from ``begin`` up to ``end``, at least one."""
+        """Add the pages from ``begin`` up to ``end``, at least one."""
         g, tokens = self.geometry, min(host.total, end * self.geometry.page)
         together = max(1, TOGETHER // (end - begin))
         for first in range(self.first, g.layers, together):
             layers = range(first, min(first + together, g.layers))
             parts = [host.dense(layer, tokens, begin)[self.of_values] for layer in layers]
-            stored = torch.cat(parts) if len(parts) > 1 else parts[0]  # of many pages a copy is large
+            stored = torch.cat(parts) if len(parts) > 1 else parts[0]  # avoids a large copy of many pages
             rows = self.summary(stored, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
             self.data[first - self.first : layers.stop - self.first, :, begin:end] = rows
 
     def compute(self, layer: int, start: int, rows: Tensor) -> None:
-        """Cover a layer's tokens from ``start`` on, given keys or values ``[H, n, d]`` of all tokens in a prefill.
+        """Add a layer's tokens from ``start`` on, given the keys or values ``[H, n, d]`` of all tokens in a prefill.
 
-        ``tokens`` advances only after the last layer. ``refresh`` then re-reads at most one page, and clears what a
-        failed forward left.
+        ``tokens`` advances only after the last layer. ``refresh`` then rereads at most one page, and clears the rows
+        of a failed forward.
         """
         g = self.geometry
         if start // g.page > self.tokens // g.page:
@@ -128,9 +128,9 @@ class PageIndex:
 class PageBounds(PageIndex):
     """Element-wise minimum and maximum of the keys of a page, or of its blocks of ``BLOCK`` tokens.
 
-    Stored as ``[max | -min]`` so that Quest's bound is one dot product: ``sum_i max(q_i * max_i, q_i * min_i) =
-    relu(q) . max + relu(-q) . (-min)``. Of blocks, a quarter of the way from the mean key to these bounds: in the same
-    form its dot product is the mean's plus a quarter of what the bound is above it.
+    They are stored as ``[max | -min]`` so that Quest's bound is one dot product: ``sum_i max(q_i * max_i, q_i * min_i)
+    = relu(q) . max + relu(-q) . (-min)``. For blocks, rows are a quarter of the way from the mean key to these bounds,
+    in the same form; the dot product is then a quarter of the way from the mean key's to the bound.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device, first: int = 0, in_blocks: bool = False) -> None:
@@ -138,7 +138,7 @@ class PageBounds(PageIndex):
         self.blocks = -(-geometry.page // BLOCK) if in_blocks else 1
         self.dtype = geometry.dtype
         self.width = self.blocks * 2 * geometry.d_k
-        # Not -inf: relu(q) = 0 times it would be NaN.
+        # Not -inf, because relu(q) = 0 times -inf is NaN.
         self.empty = torch.finfo(geometry.dtype).min
         super().__init__(geometry, device, first)
 
@@ -150,12 +150,12 @@ class PageBounds(PageIndex):
         padded = torch.nn.functional.pad(both, (0, 0, 0, pages * page - both.shape[1]), value=self.empty)
         tiles = padded.view(len(keys), pages, page, -1)
         parts = [tiles[:, :, at : at + BLOCK] for at in range(0, page, BLOCK)]
-        # A block that is partly filled, in the newest page, is no candidate's yet.
+        # A partly filled block may have a wrong mean, because the newest page is not a candidate yet.
         rows = [torch.lerp(part.float().mean(2), part.float().amax(2), BLOCK_SHARE) for part in parts]
         return torch.stack(rows, 2).clamp(min=self.empty).flatten(2).to(self.dtype)
 
     def scores(self, ops: Any, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """The pages' scores ``[H, G, page]`` for ``query [H_q, d_k]``: of blocks the highest."""
+        """Return the pages' scores ``[H, G, page]`` for ``query [H_q, d_k]``; with blocks, those of the best block."""
         if self.blocks == 1:
             scores: Tensor = ops.page_scores(query, self.of(layer), scaling)
             return scores
@@ -165,7 +165,7 @@ class PageBounds(PageIndex):
 
 
 class KeyCodes(PageIndex):
-    """The keys in ``bits`` bits (``ops.key_codes``)."""
+    """The keys, encoded in ``bits`` bits (``ops.key_codes``)."""
 
     dtype = torch.int32
 
@@ -180,13 +180,13 @@ class KeyCodes(PageIndex):
         return key_codes.encode(keys, self.geometry.page, self.bits)
 
     def scores(self, ops: Any, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """The logarithms of the pages' mass ``[H, G, page]`` for ``query [H_q, d_k]``."""
+        """Return the log-sum-exp of each page's token scores ``[H, G, page]`` for ``query [H_q, d_k]``."""
         scores: Tensor = ops.token_scores(query, self.of(layer), self.bits, scaling)
         return scores.view(*scores.shape[:2], -1, self.geometry.page).logsumexp(-1)
 
 
 class ValueMeans(PageIndex):
-    """The mean value of each page, in 16 bits: 1.6 % of the K/V in 16 bits."""
+    """The mean value of each page, in 16 bits (1.6 % of 16-bit K/V)."""
 
     of_values = True
 
@@ -196,15 +196,15 @@ class ValueMeans(PageIndex):
 
     def summary(self, rows: Tensor, pages: int) -> Tensor:
         (heads, tokens, d_v), page = rows.shape, self.geometry.page
-        whole = tokens // page  # one that is partly filled is read
+        whole = tokens // page  # a partly filled page is always read
         means = rows[:, : whole * page].reshape(heads, whole, page, d_v).mean(2, dtype=torch.float32)
         return torch.nn.functional.pad(means, (0, 0, 0, pages - whole)).to(self.dtype)
 
 
 class IndexedMode(Mode):
-    """Sinks, a window and what an index of the stored keys chooses; the first layer may be read in full.
+    """Reads sinks, a window and what an index of the stored keys chooses; the first layer may be read in full.
 
-    ``summaries`` are the index and whatever else is kept of every page; ``first`` is the first layer that chooses.
+    ``summaries`` has the index and any other summary of every page; ``first`` is the first layer that chooses.
     """
 
     recovery_levels = ("WR", "FR", "RR")
@@ -219,7 +219,7 @@ class IndexedMode(Mode):
         """Set ``budget``, and ``sink`` and ``window``, which are parts of it.
 
         Raises:
-            UsageError: they do not fit, or the window is no page; DoesNotFitError: the model has one layer, read whole.
+            UsageError: they do not fit, or the window is less than a page; DoesNotFitError: no layer could choose.
         """
         page = self.geometry.page
         refuse_small_budget(self.name, budget, sink, window)
@@ -240,20 +240,20 @@ class IndexedMode(Mode):
         raise NotImplementedError
 
     def _new_summaries(self, device: torch.device) -> Sequence[PageIndex]:
-        """The empty index, then whatever else is kept of every page."""
+        """Create the empty index, followed by any other summaries of every page."""
         return [self._new_index(device)]
 
     def plan(self, capacity: int) -> Plan:
         return self._planned(self._layout(capacity, min(self.k, self.geometry.pages(capacity))), capacity)
 
     def _layout(self, capacity: int, pages: int) -> Layout:
-        """Slots for sinks, a window, so many ``pages`` and pinned messages, no more than ``capacity`` tokens fill."""
+        """Return the layout with sinks, a window, ``pages`` and pinned messages, limited to ``capacity`` tokens."""
         g = self.geometry
         window, sink = min(self.window, max(capacity, g.page)), min(self.sink, capacity)
         return Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
 
     def _planned(self, rest: Layout, capacity: int) -> Plan:
-        """With ``rest`` for the layers that choose."""
+        """Return the plan with the layout ``rest`` for the layers that choose."""
         full = [everything(self.geometry, self.first, capacity)] if self.first else []
         page_bytes = sum(each.page_bytes for each in self._new_summaries(torch.device("meta")))
         return Plan([*full, rest], self.geometry.pages(capacity) * page_bytes)
@@ -279,7 +279,7 @@ class IndexedMode(Mode):
             each.refresh(self.state.host)
 
     def prepare_step(self) -> Step:
-        # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
+        # The same capacity as the slots: on a GPU, growing both together costs one new graph instead of two.
         for each in self.summaries:
             each.reserve(self.state.capacity)
         return super().prepare_step()

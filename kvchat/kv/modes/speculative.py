@@ -1,46 +1,46 @@
-"""speculative: tokens chosen one by one by an index of two-bit keys, on a GPU one layer ahead.
+"""speculative: chooses single tokens by an index of two-bit keys, on a GPU one layer ahead.
 
-Per layer and KV head a token reads S sinks, the last W tokens, and of all others the k = budget - S - W of highest
-weight: the mean over the group of softmax(q . k^ / sqrt(d)), where k^ are the keys in two bits (``ops.key_codes``) and
-the softmax is over all tokens in full pages that the layer sees, so that a query head that looks at sinks and window
-has little to say. Tokens that are not read count as well: by the index each page's are given a weight, and its mean
-value (``selection.unread_part``).
+Per layer and KV head a token reads S sinks, the last W tokens and, of all others, the k = budget - S - W tokens of
+highest weight: softmax(q . k^ / sqrt(d)), averaged over the group, where k^ are the keys in two bits
+(``ops.key_codes``). The softmax is over all tokens in full pages that the layer sees, so that query heads that look
+mostly at sinks and window have little influence. Unread tokens are approximated: each page adds its mean value with the
+weight that the index gives to its unread tokens (``selection.unread_part``).
 
-Sources, and what is ours: that tokens and not pages are chosen (FIER, arXiv 2508.08256, with one bit; Double Sparsity,
-arXiv 2408.07092, with some channels), scales by channel (KIVI, arXiv 2402.02750), and the query of a layer estimated
-from the input of the layer before (InfiniGen, arXiv 2406.19707, with skewed partial weights and a threshold). Here the
-estimate is the layer's own norm, projection and rotation of that input, and the budget is a count. That weight left
-over goes to a mean value is SparQ's (arXiv 2312.04985, section 3, with one of all tokens); here each page has one.
+Sources, and what is ours: choosing tokens instead of pages (FIER, arXiv 2508.08256, with one bit; Double Sparsity,
+arXiv 2408.07092, with some channels), scales per channel (KIVI, arXiv 2402.02750), and estimating a layer's query from
+the input of the layer before (InfiniGen, arXiv 2406.19707, with skewed partial weights and a threshold). Here the
+estimate applies the layer's own norm, projection and rotation to that input, and the budget is a number of tokens.
+Giving the remaining weight to a mean value is from SparQ (arXiv 2312.04985, section 3, with one mean of all tokens).
 
-FreeKV (``profile=paper``, or ``unit=page``) is in ``freekv``. Its page bounds do not rank the page that a model looks
-for: a token is one of 32 keys whose bound is high wherever their channels are large.
+FreeKV (``profile=paper``, or ``unit=page``) is in ``freekv``. Its bounds rank pages badly: the token that a model looks
+for is only one of 32 keys, and every page with large channels has a high bound.
 
 Decisions:
-    * ``query``: where nothing is hidden beside other work (a CPU) the token's own query chooses (``own``) and costs
-      nothing more. On a GPU that would wait for the copies in every layer; there the query of layer l is estimated from
-      the input of layer l - 1 (``ahead``), chosen with while that layer runs, and the copies have all of it to hide
-      behind. A layer without an estimate (the first that chooses, a model that cannot be looked ahead in) chooses with
-      its own query and waits. ``last`` is FreeKV's speculation, the query of the step before.
-    * Candidates lie in full pages, so that a page is put in codes once: the window is at least a page.
-    * A layer with a sliding window chooses among what it sees.
-    * On a CPU what is chosen is read where it is stored: there are no slots, and nothing moves. On a GPU a chosen token
-      keeps its slot from step to step, and rows move one by one.
+    * ``query``: on a CPU, where nothing runs in parallel, the token's own query chooses (``own``), at no extra cost. On
+      a GPU this would wait for the copies in every layer. There the query of layer l is estimated from the input of
+      layer l - 1 (``ahead``), so that choosing and copying overlap with layer l - 1. A layer without an estimate (the
+      first that chooses, or in a model that does not allow it) chooses with its own query and waits. ``last`` is
+      FreeKV's speculation, the query of the step before.
+    * Candidates are in full pages, so that each page is encoded once. Therefore the window is at least a page.
+    * A layer with a sliding window chooses among the tokens that it sees.
+    * On a CPU chosen tokens are read in place: there are no slots, and nothing moves. On a GPU a chosen token keeps its
+      slot from step to step, and rows move one by one.
     * The first layer is read in full by default (``first_full``).
-    * What is not read is joined (``rest``): left out, what is read weighs too much, and a fact too little against what
-      the model says anyway. SmolLM2's divergence from full falls to a quarter or less (``bench/README.md``). Codes make
-      a page's weight too high on average, which ``key_codes.excess`` corrects. Where scores are capped nothing is
-      joined: the cap would have to be in the estimate too.
-    * Values have no part in the score: weighed with their length tokens err as much or more (``bench/README.md``).
-    * All tokens are scored, also of long conversations. To rank pages first and score tokens in the best of them was
-      tried on SmolLM2 (``bench/README.md``): what a page keeps in few bytes does not rank it. By the edges that the
-      index has anyway half of the pages lose 0.5 % of all attention for a third fewer bytes, and a quarter 3 to 5 %
-      for half of them; by mean keys half of the pages lose 4 to 6 %. A first pass over a quarter of the channels
-      loses 0.03 to 0.3 % for half of the bytes, but would have to know which channels they are in each head.
+    * Unread tokens are approximated (``rest``). Without this the tokens read weigh too much, and a fact weighs too
+      little compared with what the model would say anyway. It reduces SmolLM2's divergence from full to a quarter or
+      less (``bench/README.md``). The index overestimates a page's weight, which ``key_codes.excess`` corrects on
+      average. With capped scores nothing is approximated, because the estimate would need the cap too.
+    * Values are not part of the score, because weighting by their length does not help (``bench/README.md``).
+    * All tokens are scored, even in long conversations. Ranking pages first and scoring only tokens of the best was
+      tried on SmolLM2 (``bench/README.md``), but no small summary ranks pages well. By the lowest and highest keys,
+      which the index has anyway, keeping half of the pages loses 0.5 % of all attention and saves a third of the bytes;
+      keeping a quarter loses 3 to 5 % and saves half. By mean keys, half of the pages lose 4 to 6 %. A first pass over
+      a quarter of the channels loses 0.03 to 0.3 % and saves half, but each head needs its own choice of channels.
 
-Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` of int32, 3 bits a key element in 16-bit
-pages, and mean values ``[layers, H, page, d_v]``. Costs: a step reads both of all tokens, 10.9 % of what full reads of
-the K/V, 9.4 of them the index: of an 8B's weights in 16 bits 3 % after 32K tokens and 12 % after 128K, of those
-in 4 bits 10 and 38 %. ``kvchat plan --card`` counts it.
+Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` (int32, 3 bits per key element for 16-bit K/V)
+and mean values ``[layers, H, page, d_v]``. Costs: a step reads both completely, 10.9 % of the K/V that full reads (the
+index: 9.4 %). Relative to an 8B's weights in 16 bits this is 3 % after 32K tokens and 12 % after 128K; in 4 bits, 10
+and 38 %. ``kvchat plan --card`` includes it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kvchat.kv.state import KVState
 from kvchat.units import percent, size
 
 SINK = 4
-QUARTER = 4  # of the budget: the window, where the query that chooses is not the token's own
+QUARTER = 4  # the window is a quarter of the budget, unless the token's own query chooses
 BITS = {"bits2": 2, "bits4": 4}
 
 
@@ -75,19 +75,19 @@ class Speculative(IndexedMode):
     def _set_up(self) -> None:
         p = self.geometry.page
         given = {name: value for name, value in self.parameters.model_dump().items() if value is not None}
-        # The measured values belong together: if one of them is given, none is used.
+        # The measured values belong together, so none is used if the user sets one of them.
         self.wants_choice = given.keys().isdisjoint(("budget", "index", "sink", "window"))
         self.choice = self.traits.choice if self.wants_choice else None
         values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
         budget: int = values.get("budget") or budget_of(self.parameters, self.traits.context)
         self.bits = BITS.get(values["index"], 0)
-        # The token's own query finds near tokens as well as far ones; an estimated one needs a larger window.
+        # The token's own query also finds recent tokens; an estimated one needs a larger window.
         window = values.get("window", p if self.query == "own" else max(p, budget // QUARTER))
         self._share_out(budget, values["sink"], window, self.parameters.first_full)
         if not self.bits:
             raise UsageError(
-                "This index holds pages, not tokens.",
-                f"index = {self.parameters.index} keeps bounds of pages, but unit = token.",
+                "This index chooses pages, not tokens.",
+                f"index = {self.parameters.index} has bounds of pages, but unit = token.",
                 f"Set unit=page, or index to one of {', '.join(BITS)}.",
             )
         if self.parameters.tau is not None:
@@ -101,7 +101,7 @@ class Speculative(IndexedMode):
 
     @property
     def query(self) -> str:
-        """Whose query chooses; never ``auto``."""
+        """Which query chooses: own, ahead or last."""
         return self.parameters.query or ("own" if self.geometry.unified else "ahead")
 
     @property
@@ -118,8 +118,8 @@ class Speculative(IndexedMode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self._estimates: dict[int, Tensor] = {}
-        self._unread: dict[int, Tensor] = {}  # by layer, the part of attention that falls on unread tokens
-        self._begun: set[int] = set()  # layers whose tokens an estimate has chosen in this step
+        self._unread: dict[int, Tensor] = {}  # by layer, the attention to unread tokens
+        self._begun: set[int] = set()  # layers whose tokens were chosen by an estimate in this step
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
@@ -159,9 +159,9 @@ class Speculative(IndexedMode):
         return False
 
     def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens ``[H, k]`` that ``query [H_q, d_k]`` chooses for slots that hold ``held``, none of ``hidden``.
+        """Return the tokens ``[H, k]``, none of ``hidden``, that ``query [H_q, d_k]`` chooses for slots with ``held``.
 
-        With ``rest=mean`` also the part of attention that falls on the others, ``[H, G, d_v + 1]``.
+        With ``rest=mean``, also return the attention to all other tokens, ``[H, G, d_v + 1]``.
         """
         return self.state.ops.choose_tokens(self._token_query(layer, query), hidden, self._masked, held)
 
@@ -192,34 +192,34 @@ class Speculative(IndexedMode):
         return self.state.query[layer] if self.query == "last" else query
 
     def _begin(self, position: Tensor, stepping: bool) -> None:
-        """Prepare to choose for the token at ``position`` (0-d); if ``stepping`` it is stored and read too."""
+        """Prepare to choose for the token at ``position`` (0-d), which is stored and read too if ``stepping``."""
         self._stepping = stepping
         self._estimates.clear()
         self._begun.clear()
         self._unread.clear()
         if self.slots.layout.in_place or not self.k:
             return
-        # Once a step for all layers, and before the side streams begin, because both read it.
+        # Once per step for all layers, and before the side streams begin, because both read it.
         page = self.geometry.page
         tokens = torch.arange(self.index.pages * page, device=position.device)
         self._masked = (tokens < self.sink) | (tokens > position - self.window)
         if self.pins:
             self._masked |= self._is_pinned(tokens)
-        unknown = tokens >= position - position % page  # the index has full pages alone
+        unknown = tokens >= position - position % page  # the index has only full pages
         self._hidden: dict[int | None, Tensor] = {None: unknown}
         for window in {spec.window for spec in self.state.specs[self.first :]}:
             if window is not None:
                 self._hidden[window] = unknown | (tokens <= position - window)
 
     def _choose(self, layer: int, query: Tensor) -> None:
-        """Let the layer's attention read what ``query [H_q, d_k]`` chooses."""
+        """Let the layer's attention read the tokens that ``query [H_q, d_k]`` chooses."""
         if self.slots.layout.in_place:
             self._list(layer, query)
             return
         if not self.k:
             return
         state = self.state
-        # A window noted only after the step began is not in ``_hidden``; attention masks what it does not see anyway.
+        # A window noted only after the step began is not in ``_hidden``, but attention masks tokens outside it anyway.
         hidden = self._hidden.get(state.specs[layer].window, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         chosen, unread = self.choose(layer, query, hidden, held)
@@ -229,13 +229,13 @@ class Speculative(IndexedMode):
 
     def _token_query(self, layer: int, query: Tensor) -> TokenQuery:
         spec = self.state.specs[layer]
-        # Unread tokens are not joined outside a step, if nothing is chosen, with capped scores or with ``rest=none``.
+        # Not outside a step, if nothing is chosen, with capped scores, or with ``rest=none``.
         joins = self._stepping and self.k and spec.softcap is None and len(self.summaries) > 1
         means = self.summaries[1].of(layer) if joins else None
         return TokenQuery(query, self.index.of(layer), self.bits, spec.scaling, means)
 
     def _list(self, layer: int, query: Tensor) -> None:
-        """List in the layer's table what the token after those stored reads, itself included in a step."""
+        """List in the layer's table the tokens that the next token reads, itself included in a step."""
         state, position = self.state, self.state.total
         seen = state.specs[layer].first_seen(position + 1)
         first, last = max(self.sink, seen), position - self.window

@@ -2,37 +2,37 @@
 
 Paper: "Lazy Pruning, Slack, Max_Drop" (Start+Recent streaming), Algorithm 1 and Eqs. 1-8; StreamingLLM (Xiao et al.).
 Attention reads the first S tokens and the recent ones; C = budget. When the number of cached tokens L reaches C + R,
-the oldest recents are dropped down to L* (Eq. 8). What is dropped leaves the device only: the host pool keeps it.
+the oldest recent tokens are dropped until L* remain (Eq. 8). Dropped tokens stay in the host pool.
 
 Departures:
-    * C = budget = S + W + B. B, the paper's non-core tokens, are more recent ones: Algorithm 1 keeps the first S and
-      the last L* - S tokens whatever they are called; of overlap and refresh the paper says no more than the names.
-    * A prompt is read exactly while it is within the model's context, also what was dropped: the paper's prompts are
-      shorter than C. It costs one pass over the host pool, and what was dropped stays dropped for decoded tokens.
-    * Beyond the context a prompt is read in chunks of at most C tokens, each of which reads sinks, what was not dropped
-      and itself; before each the cache is pruned. The paper prunes before every token. So a conversation never ends,
-      and every other mode refuses it from there on. Positions go on from the context's middle (``context_policy``).
-    * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
-      keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
-      every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
-      the canonical sink keys, by the total shift, with angles in float64.
+    * C = budget = S + W + B. B, the paper's non-core tokens, are more recent tokens: Algorithm 1 keeps the first S and
+      the last L* - S tokens, whatever they are called. The paper only names overlap and refresh.
+    * Within the model's context a prompt reads everything, even dropped tokens, because the paper's prompts are shorter
+      than C. This costs one pass over the host pool; decoded tokens still do not read dropped tokens.
+    * Beyond the context a prompt is read in chunks of at most C tokens. Each reads sinks, tokens that were not dropped,
+      and itself; before each, the cache is pruned. The paper prunes before every token. So a conversation never ends,
+      but no other mode can continue it. Positions start again from the context's middle (``context_policy``).
+    * Eq. 4 rotates all W recent keys after each prune. Here recent keys stay at their true positions, and the S sink
+      keys are rotated forward by the number of dropped tokens. RoPE attention depends on position differences only, and
+      these are the same, so the result is the same, at O(S) instead of O(W). The rotation always starts from the
+      canonical sink keys, by the total shift, with angles in float64.
     * A prune takes effect after the step that reaches C + R, as in the paper's program, which prunes the cache that the
       model's forward returned.
-    * Layers with a sliding window of their own mask by true positions: their sinks are out of reach once they leave it.
-    * Pinned messages are kept between sinks and recents, beyond the budget. In compacted geometry a kept token lies as
-      many positions behind the recents as tokens are kept between: each is rotated by what was dropped after it.
-    * Where C, R and pinned messages are more than the model's context C is less, so that no token reads that far.
+    * Layers with a sliding window mask by true positions, so they no longer see sinks that are outside the window.
+    * Pinned messages are kept between sinks and recent tokens, beyond the budget. Like a sink, each is rotated by the
+      number of tokens dropped after it, so that the kept tokens have contiguous positions.
+    * If C, R and pinned messages exceed the model's context, C is reduced, so that no token reads that far.
 
-Defaults: R = 64, delta = 16, sigma = 64; ``profile=paper`` has the paper's example, S = 4, W = 2,044, R = 32,
-sigma = 16 and delta = 32 (section 3.4; of its experiments no values are published). With it the departures stay: where
-the paper says something they attend to the same tokens at the same distances. The paper has sigma < R; here a prune
-between two tokens drops delta, smoothly, and sigma bounds only what a long prompt leaves. In the long run attention
-reads C + 48 to C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
+Defaults: R = 64, delta = 16, sigma = 64. ``profile=paper`` has the paper's example, S = 4, W = 2,044, R = 32,
+sigma = 16 and delta = 32 (section 3.4; it publishes no values for its experiments). The departures apply there too, but
+the same tokens are read at the same distances as in the paper. The paper has sigma < R; here a prune during decoding
+drops delta tokens at a time, and sigma only limits what remains after a long prompt. In the long run attention reads
+C + 48 to C + 64 tokens, never C. By Eq. 8, sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
-Costs: a step that drops tokens adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. How many it
-drops the host knows: each number has its CUDA graph. Beyond the context the C kept tokens are loaded and turned once
-for every half of it and every prompt.
+Costs: a step that drops tokens adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. The host knows
+how many tokens a step drops, and each number has its own CUDA graph. Beyond the context, the C kept tokens are loaded
+and rotated again after every half context and for every prompt.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
 
 MIN_SINK = 4
-SINK_SHARE = 4  # a system prompt is sinks up to a quarter of C
+SINK_SHARE = 4  # the system prompt's tokens are sinks, up to a quarter of C
 
 
 def pruned_length(length: int, c: int, r: int, sigma: int, delta: int) -> int:
-    """Cached tokens after Algorithm 1 has looked at ``length`` of them.
+    """Return how many of ``length`` cached tokens Algorithm 1 keeps.
 
-    ``c`` is the soft capacity, ``r`` the overflow allowance (0 disables), ``sigma`` the slack, ``delta`` Max_Drop.
+    ``c`` is the soft capacity, ``r`` the allowed overflow (0 disables pruning), ``sigma`` Slack, ``delta`` Max_Drop.
     """
     if r == 0 or length - c < r:
         return length
@@ -66,7 +66,7 @@ def pruned_length(length: int, c: int, r: int, sigma: int, delta: int) -> int:
 
 
 class Last(NamedTuple):
-    """The last step or refill: tokens stored when it began, the first one kept after the sinks, how many it drops."""
+    """The last step or refill: tokens stored before it, the first token kept after the sinks, and how many it drops."""
 
     at: int
     kept_from: int
@@ -74,7 +74,7 @@ class Last(NamedTuple):
 
 
 class Streaming(Mode):
-    """Sinks and a lazily pruned window, one choice for all layers and heads."""
+    """Sinks and a lazily pruned window, the same for all layers and heads."""
 
     chooses_by_head: ClassVar = True
     parameters: StreamingParameters
@@ -82,7 +82,7 @@ class Streaming(Mode):
     def _set_up(self) -> None:
         if self.traits.realign_refusal:
             raise DoesNotFitError(
-                "Streaming cannot re-align this model's sinks.", self.traits.realign_refusal, "Use another mode."
+                "Streaming cannot realign this model's sinks.", self.traits.realign_refusal, "Use another mode."
             )
         p = self.parameters
         if p.budget is None and p.window is not None:
@@ -95,7 +95,7 @@ class Streaming(Mode):
         self._pin_to_sinks()
         self._asked = self.capacity + self.extra_sinks
         self._moving = MovingBase(self.traits.context, self.traits.rotations, self._asked)
-        if p.R:  # sinks that are re-aligned go on beyond it
+        if p.R:  # realigned sinks allow a conversation beyond the context
             self.context_policy = self._moving
         self._fit_context()
 
@@ -118,17 +118,17 @@ class Streaming(Mode):
         for layer, rotation in enumerate(self.traits.rotations):
             if rotation is not None:
                 groups.setdefault(id(rotation), (rotation, []))[1].append(layer)
-        # Each rotation with its layers, on the device, so that no step has to send them.
+        # Each rotation with its layers, on the device, so that no step has to copy them there.
         self._rotated = [(turn, torch.tensor(layers, device=state.device)) for turn, layers in groups.values()]
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
         self.base = torch.zeros_like(self.kept_from)
         self._last = Last(0, 0, 0)
         self._moving.attach(state, self.base, self._first_kept, self.sink, self.pins)
-        # Canonical keys of sinks and pinned messages; the last row takes the keys of all later tokens.
+        # Canonical keys of sinks and pinned messages; the keys of all later tokens are written to an unused last row.
         kept = self.sink + len(self.pins)
         self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
         self._pins = torch.tensor(self.pins, dtype=torch.int64, device=state.device)
-        # How many tokens before each of these may be dropped; none before a sink.
+        # How many tokens before each of these can be dropped; none before a sink.
         may_drop = self._pins - self.sink - torch.arange(len(self.pins), device=state.device)
         self._before = torch.nn.functional.pad(may_drop, (self.sink, 0))
         self._bases_of_kept = torch.nn.functional.pad(self._moving.bases(self._pins), (self.sink, 0))
@@ -153,13 +153,13 @@ class Streaming(Mode):
         self._load(max(0, self._pruned(length) - self.sink))
 
     def _load(self, recent: int) -> None:
-        """Bring the sinks and the last ``recent`` tokens to the slots."""
+        """Copy the sinks and the last ``recent`` tokens to the slots."""
         (slots,) = self.state.slots
         total, g = self.state.total, self.geometry
         base = self.context_policy.base_of(total)
         if base or int(self.base):
-            slots.truncate(0)  # keys in the slots were rotated: load them all again as they are stored
-        # The slots of pinned messages hold rotated keys: copy these again.
+            slots.truncate(0)  # keys in the slots were rotated: load all of them again
+        # The slots of pinned messages hold rotated keys: load them again.
         slots.table[..., self.sink : slots.ring] = EMPTY
         self.state.transfer.load_table(slots, self._wanted_table(slots, recent))
         self._last = Last(total, max(self.sink, total - recent), 0)
@@ -181,7 +181,7 @@ class Streaming(Mode):
         (slots,) = self.state.slots
         recents = slots.table[..., slots.ring :]
         recents.masked_fill_(recents < self.kept_from, EMPTY)
-        # Keep the canonical key of a decoded sink: a conversation may begin with fewer tokens than sinks.
+        # Keep the canonical key of a decoded sink, because a conversation may begin with fewer tokens than sinks.
         keys = slots.kv[:, 0, :, :, : self.geometry.d_k].index_select(2, slots.slot_of(position).view(1))
         row = torch.where(position < self.sink, position, self.kept_keys.shape[2] - 1)
         self.kept_keys.index_copy_(2, row.view(1), keys)
@@ -194,23 +194,23 @@ class Streaming(Mode):
         return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
-        """Stored tokens that were not dropped."""
+        """Return how many stored tokens were not dropped."""
         return self.sink + self.state.total - self._first_kept()
 
     def _first_kept(self) -> int:
-        """``kept_from`` as it will be once the device has done all queued steps."""
+        """Return ``kept_from`` as it will be once the device has finished all queued steps."""
         return self._last.kept_from + self._last.dropped * (self.state.total > self._last.at)
 
     @property
     def _overflow(self) -> int:
-        """The most tokens beyond C that a token attends to, pinned messages aside."""
+        """The most tokens beyond C that a token attends to, without pinned messages."""
         p = self.parameters
         return max(p.R, p.sigma + 1) if p.delta else p.R
 
     def _fit_context(self) -> None:
-        """Keep fewer recents if a token would attend to more tokens than the model was made for.
+        """Keep fewer recent tokens if a token would attend to more than the model's context.
 
-        Pinned messages, sinks and one recent stay.
+        Pinned messages, sinks and one recent token are always kept.
         """
         self.capacity = self._asked
         if not self.context_policy.is_final:
@@ -220,7 +220,7 @@ class Streaming(Mode):
         self.window = self.capacity - self.sink
 
     def _refuse_two_capacities(self) -> None:
-        """C is ``budget`` or S + W + B: refuse both if they differ."""
+        """Refuse a ``budget`` and a window with S + W + B other than the budget, because both set C."""
         p = self.parameters
         if p.window is not None and self.sink + p.window + p.B != self.capacity:
             names, numbers = "sink + window", f"{self.sink} + {p.window}"
@@ -233,7 +233,7 @@ class Streaming(Mode):
             )
 
     def _sinks(self) -> int:
-        """Number of sinks: as given, else the length of the system prompt, from four tokens up to a quarter of C."""
+        """Return the number of sinks: as given, otherwise the system prompt's length, from 4 up to a quarter of C."""
         if self.parameters.sink is not None:
             return self.parameters.sink
         if self.parameters.window is not None:
@@ -245,7 +245,7 @@ class Streaming(Mode):
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 
     def _realign(self) -> None:
-        """Put sinks and pinned messages directly before the first kept recent token."""
+        """Rotate sinks and pinned messages to positions directly before the first kept recent token."""
         (slots,) = self.state.slots
         keys = slots.kv[:, 0, :, : slots.ring, : self.geometry.d_k]
         dropped = self._dropped_after()
@@ -255,9 +255,9 @@ class Streaming(Mode):
             keys.index_copy_(0, layers, rotate(canonical, rotation, cos, sin))
 
     def _dropped_after(self) -> Tensor:
-        """For each kept token, the dropped tokens between it and the recents, plus its base: ``[S + P]``.
+        """Return for each kept token the number of dropped tokens after it, plus its base: ``[S + P]``.
 
-        0-d without pinned messages, because it is the same for all sinks.
+        The result is 0-d without pinned messages, because it is the same for all sinks.
         """
         if not self.pins:
             return self.kept_from - self.sink

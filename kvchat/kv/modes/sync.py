@@ -1,41 +1,41 @@
 """sync: a few representative heads keep and read everything, and choose tokens for the heads that resemble them.
 
 Paper: SyncKV (sections 4.1-4.4, algorithm 1). In each layer the KV heads are clustered (``sync_heads``). The
-representative of a cluster keeps all K/V on the device; its followers keep k tokens: static ones (the best rho * k of
-the representative's attention at the last prompt position, for the whole turn) and dynamic ones. At every m-th step
-the representative's attention at that step names the dynamic tokens of the steps after it (anticipation); at all other
-steps nothing is chosen and nothing moves (suspension).
+representative of a cluster keeps all K/V on the device; its followers keep k tokens, static and dynamic ones. Static
+tokens are the rho * k with the most attention of the representative at the last prompt position; they stay for the
+turn. Every m-th step, the representative's attention chooses the dynamic tokens for the following steps (anticipation).
+In all other steps nothing is chosen and nothing moves (suspension).
 
 Departures and decisions:
-    * Followers also keep a ring of recent tokens, which the paper does not mention and new tokens need. A token leaves
-      it only at an anticipation, where it may be chosen: the ring is w = 128 tokens long after one (less where a small
-      budget leaves less than twice as much) and w + m - 1 before the next, so no token is out of reach for want of an
-      anticipation.
-    * The first 4 tokens are always among the static ones, of which they take 4 (none with ``profile=paper``).
-    * k follows from ``budget``, else from ``mem`` and the tokens stored when a turn's decoding begins. The paper's Mem%
-      counts k tokens a follower and all tokens of a representative, which its tables' rows fit but Llama-70B's at 20 %;
-      here it counts all that is allocated, ring and double buffer too. It is 50 % unless followers then kept less than
-      a third of the tokens (as with 2 KV heads). ``profile=paper`` counts as the paper, so that more is allocated, and
-      refuses 50 % where representatives alone take it.
-    * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
-    * Representatives are the best retrievers of their clusters, with ``profile=paper`` the centroid's as in the paper.
-    * Representatives read everything. With an index they could read less, but then so could every head by itself:
-      that is speculative mode, nearer to full on SmolLM2 with half of what sync reads (``bench/README.md``).
-    * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
-      be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
-      the bundled model, by retrieval in none.
+    * Followers also keep a ring of recent tokens, which the paper does not mention but new tokens need. A token leaves
+      it only at an anticipation, which can choose it: the ring has w = 128 tokens after an anticipation (fewer if a
+      small budget leaves less than twice as much) and w + m - 1 before the next.
+    * The first 4 tokens are always static and count as such (not with ``profile=paper``).
+    * k follows from ``budget``, otherwise from ``mem`` and the number of stored tokens when decoding begins in a turn.
+      The paper's Mem% counts k tokens per follower and all tokens of representatives, which fits the rows of its tables
+      except Llama-70B's at 20 %. Here it counts all allocated memory, including ring and double buffer. It is 50 %, or
+      more if followers would keep less than a third of the tokens (as with 2 KV heads). ``profile=paper`` counts like
+      the paper, so more is allocated, and refuses 50 % if representatives alone take that much.
+    * Each follower gets the tokens of its own cluster (equation 7; algorithm 1, line 23, joins all clusters' sets).
+    * Representatives are the best retrieval heads of their clusters; with ``profile=paper``, the heads nearest to the
+      centroids, as in the paper.
+    * Representatives read everything. With an index they could read less, but then every head could: this is
+      speculative mode, which is closer to full on SmolLM2 and reads half as much as sync (``bench/README.md``).
+    * Clusters come from 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000);
+      ``kvchat calibrate`` accepts another text. With another text, the paper's rule chooses another representative in
+      half of the bundled model's layers, and the retrieval rule in none.
     * Scores are maxima over the query heads of a group, as in the calibration.
-    * Fetched tokens go to slots that are not read, as many as there are dynamic tokens: the paper's double
-      buffer, without copying what stays. Where static tokens were fewer than their share there are more dynamic ones;
-      of those, what finds no free slot waits for the next anticipation.
+    * Fetched tokens go to unread slots, as many as there are dynamic tokens: the paper's double buffer, without copying
+      tokens that stay. If fewer static tokens exist than their share, there are more dynamic ones; those without a free
+      slot wait for the next anticipation.
 
-With ``profile=paper`` there remain the ring, the sets by cluster (the paper's two places contradict each other), the
-calibration's texts, the maxima over a group, of which the paper says nothing, and the fetched tokens' slots.
+With ``profile=paper`` these departures remain: the ring, the sets by cluster (the paper contradicts itself), the
+calibration's texts, the maxima over a group (the paper does not mention them), and the slots of fetched tokens.
 
-Without a calibration, with one KV head or with all heads representatives it does what full does, and reports so.
+Without a calibration, with one KV head, or if all heads are representatives, it works like full mode, and reports so.
 
 Shapes: representatives share one table, slot = position; followers' tables ``[H - N_r, region + 4 + w + m - 1]``.
-Costs: an anticipation ranks all tokens once per cluster; between anticipations a step costs what it reads.
+Costs: an anticipation ranks all tokens once per cluster; other steps only cost what they read.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from kvchat.kv.state import KVState
 
 SINK = 4
 RING = 128
-MEM = 0.5  # of full's K/V, the paper's
-FOLLOWER_PART = 3  # a follower keeps at least one token in so many if mem is not given
+MEM = 0.5  # share of full's K/V, as in the paper
+FOLLOWER_PART = 3  # a follower keeps at least one token in 3 if mem is not given
 
 
 class Sync(Mode):
-    """Representative heads hold everything; followers sinks, a ring, static and dynamic tokens."""
+    """Representative heads hold everything; followers hold sinks, a ring, static and dynamic tokens."""
 
     parameters: SyncParameters
 
@@ -114,19 +114,19 @@ class Sync(Mode):
         return Layout(0, layers, self.sink, ring, pages, shared=False, heads=heads, pinned=pinned)
 
     def k_of(self, tokens: int) -> int:
-        """k, a follower's static and dynamic tokens, sinks included, in a turn that begins with ``tokens``."""
+        """Return k, a follower's static and dynamic tokens with sinks, in a turn that begins with ``tokens``."""
         p = self.parameters
         if p.budget is not None:
             k = p.budget - self.ring
         else:
             per_follower = paper_k(self.mem, tokens, self.geometry.kv_heads, self.clusters)
-            if p.profile == "default":  # two pages less: the region and all slots of a head are rounded up to pages
+            if p.profile == "default":  # two pages less, because the region and a head's slots are rounded up to pages
                 per_follower = (per_follower - self.ring - 2 * self.geometry.page) / (2 - p.rho)
             k = max(MIN_BUDGET, int(per_follower))
         return max(self._sinks, k)
 
     def _most(self, capacity: int) -> int:
-        """The highest k of a turn with room for ``capacity`` tokens: at most those outside the ring."""
+        """Return the highest k of a turn with room for ``capacity`` tokens; at most the tokens outside the ring."""
         return max(self._sinks, min(self.k_of(capacity), capacity + 1 - self._recent()))
 
     def attach(self, state: KVState) -> None:
@@ -166,7 +166,7 @@ class Sync(Mode):
         return None
 
     def _load(self, rest: DeviceSlots, last: Tensor) -> None:
-        """Load what the followers hold from now on into their slots."""
+        """Load the followers' tokens into their slots."""
         if self.parameters.offload:
             table = self._wanted_table(rest, self.window - 1)
             for layer in range(self.geometry.layers):
@@ -178,7 +178,7 @@ class Sync(Mode):
             self._open(rest, layer, last)
 
     def _last_weights(self, layer: int) -> Tensor:
-        """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
+        """Return the representatives' attention weights of the last stored token, ``[N_r, G, n]``."""
         g, state, (everything, _) = self.geometry, self.state, self.state.slots
         spec = state.specs[layer]
         query = everything.pick(layer, state.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
@@ -200,7 +200,7 @@ class Sync(Mode):
         return Step((int(self.anticipates), self.static), self._reads_all(self.state.total + 1))
 
     def _widen_held(self) -> None:
-        """Make room in ``held``; there are fewer slots than k needs only while these hold every token."""
+        """Make room for k in ``held``; the slots have less only while they hold every token."""
         width = self._width(self.k)
         width = min(width, self.state.slots[1].offset) if self.parameters.offload else width
         if width > self.held.shape[2]:
@@ -224,7 +224,7 @@ class Sync(Mode):
         return self._chooses
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        # This layer's attention is done: what changes now takes effect in the next step.
+        # This layer's attention is done, so changes take effect in the next step.
         if weights:
             best = weights[0].best()
             with self.state.transfer.side_stream(layer)(best):
@@ -246,13 +246,13 @@ class Sync(Mode):
 
     @property
     def anticipates(self) -> bool:
-        """True if the current step chooses; steps are counted from 1 since the slots were filled."""
+        """True if the current step chooses; steps are counted from 1 after the slots were filled."""
         return self.t % self.parameters.m == 0
 
     # ---- choosing
 
     def _rank(self, layer: int, best: Tensor, last: Tensor) -> Tensor:
-        """``best [N_r, n]`` with -1 where a token is a sink, pinned, later than ``last`` or out of sight."""
+        """Return ``best [N_r, n]``, with -1 for sinks, pinned tokens, tokens after ``last`` and those out of sight."""
         spec = self.state.specs[layer]
         tokens = torch.arange(best.shape[1], device=best.device)
         masked = (tokens < self.sink) | (tokens > last)
@@ -263,12 +263,12 @@ class Sync(Mode):
         return best.masked_fill(masked, -1.0)
 
     def _best(self, ranked: Tensor, k: int) -> Tensor:
-        """The ``k`` highest of ``ranked [N_r, n]``, best first, EMPTY where there are fewer: ``[N_r, <= k]``."""
+        """Return the ``k`` highest of ``ranked [N_r, n]``, best first, or EMPTY if there are fewer: ``[N_r, <= k]``."""
         best, chosen = ranked.topk(min(k, ranked.shape[1]), -1)
         return chosen.masked_fill(best < 0, EMPTY)
 
     def _open(self, rest: DeviceSlots, layer: int, last: Tensor) -> None:
-        """Let the followers' attention read what they hold, the sinks, and all tokens after ``last``."""
+        """Let the followers' attention read their tokens, the sinks, and all tokens after ``last``."""
         table, held = rest.table_of(layer), self.held[layer][self._follows[layer]]
         if self.parameters.offload:
             table[:, : held.shape[1]] = held.to(torch.int32)
@@ -282,7 +282,7 @@ class Sync(Mode):
         end = last + self.window
         table.copy_(torch.where((inside | mask_of(held, rest.n)) & (tokens < end), tokens, EMPTY))
 
-    # ---- what others read
+    # ---- for the interface
 
     def report(self) -> ModeReport:
         mem = {"mem": self.mem} if self.parameters.budget is None else {}
@@ -303,59 +303,59 @@ class Sync(Mode):
         return ModeReport(params, stats, badges=self._badges())
 
     def _reads_all(self, tokens: int) -> bool:
-        """True if the token decoded as number ``tokens`` reads everything before it."""
+        """Return whether the token decoded as number ``tokens`` reads all earlier tokens."""
         return tokens - self.window <= self.k
 
     def _badges(self) -> tuple[str, ...]:
-        """A warning if fewer tokens are read but no memory is saved."""
+        """Return a warning if fewer tokens are read but no memory is saved."""
         if self._reads_all(self.state.total) or (share := self._memory_share()) < 1:
             return ()
         why = "a smaller budget" if self.parameters.offload else "offload=true"
         return (f"sync saves no memory: its K/V take {share:.0%} of full's on the device; {why} would save some",)
 
     def _memory_share(self) -> float:
-        """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""
+        """Return the K/V on the device as a fraction of full's; above 1 if followers keep nearly everything."""
         held, g = self.state.slots, self.geometry
         full = g.layers * g.kv_heads * sum(slots.n for slots in held[:1]) * 2 * g.row_bytes
         return sum(slots.kv.nbytes for slots in held) / full if full else 0.0
 
     def _dynamic_share(self, k: int) -> int:
-        """floor((1 - rho) * k), exactly for rho as it was written."""
+        """Return floor((1 - rho) * k), exactly for rho as a decimal fraction."""
         return min(k - self._sinks, int((1 - Fraction(str(self.parameters.rho))) * k))
 
     def _region(self, k: int) -> int:
-        """Slots for static and, twice, dynamic tokens."""
+        """Return the slots for static and, twice, for dynamic tokens."""
         return k - self._sinks + self._dynamic_share(k)
 
     def _width(self, k: int) -> int:
-        """``_region`` in whole pages."""
+        """Return ``_region`` in whole pages."""
         return self.geometry.round_up(self._region(k))
 
     def _recent(self) -> int:
-        """The ring after an anticipation: at most half of what a small budget allows."""
+        """Return the size of the ring after an anticipation: at most half of what a small budget allows."""
         p = self.parameters
         return RING if p.budget is None else max(1, min(RING, (p.budget - self._sinks) // 2 - (p.m - 1)))
 
     def _why_full(self) -> str:
         if self.geometry.kv_heads == 1:
             return "the model has one"
-        return "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
+        return "calibrated on the first long prompt" if self.needs_calibration else "one cluster per head"
 
 
 def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
-    """Tokens per follower if ``mem`` of a full cache held exactly these and all tokens of the representatives.
+    """Return the tokens per follower if ``mem`` of a full cache holds exactly these and those of the representatives.
 
-    The rows of the paper's tables fit this, except Llama-70B's at 20 %. ``Sync.k_of`` deducts what else is allocated.
+    This fits the rows of the paper's tables, except Llama-70B's at 20 %. ``Sync.k_of`` deducts other allocated memory.
 
     Raises:
-        DoesNotFitError: the representatives alone take as much.
+        DoesNotFitError: the representatives alone take that much.
     """
     refuse_small_mem(mem, kv_heads, representatives)
     return tokens * (mem * kv_heads - representatives) / (kv_heads - representatives)
 
 
 def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
-    """Refuse a share of memory that the representatives alone exceed."""
+    """Refuse a share of memory that is too small for the representatives alone."""
     floor = representatives / kv_heads
     if mem <= floor:
         raise DoesNotFitError(

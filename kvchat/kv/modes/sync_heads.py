@@ -1,8 +1,8 @@
-"""Measurements of a model: which of its KV heads resemble each other and which represents the others (SyncKV, section
-4.1), and how many tokens its attention needs (speculative mode).
+"""Measurements of a model: clusters of similar KV heads and their representatives (SyncKV, section 4.1), and the number
+of tokens that its attention needs (speculative mode).
 
-The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so
-K-Means is written out here: scikit-learn would bring scipy and joblib into every installation for these lines.
+The rows of D = max(S) - S are clustered with k-means (the paper, appendix B.1). k-means is implemented here, because
+scikit-learn would add scipy and joblib to every installation for a few dozen points.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ STARTS = 20
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """What speculative mode reads of a model where nothing else is given, and the share of attention that it covers.
+    """Speculative mode's default parameters for a model, and the share of attention that they cover.
 
-    ``measured_on`` describes the text that was read; None for ``sink`` and ``window`` leaves them to the mode.
+    ``measured_on`` describes the text of the measurement; None for ``sink`` and ``window`` leaves them to the mode.
     """
 
     measured_on: str
@@ -34,18 +34,18 @@ class TokenChoice:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The mode's parameters that are not left to it."""
+        """The mode's parameters that were measured."""
         named = {"budget": self.budget, "index": self.index, "sink": self.sink, "window": self.window}
         return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of a model. ``clusters`` is the number of representatives a layer by default.
+    """Measurements of a model. ``clusters`` is the default number of representatives per layer.
 
     ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
     ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated. ``measured_on``
-    describes the text that was read for both. ``choice`` is None where only the heads were measured.
+    describes the text of both measurements. ``choice`` is None if only the heads were measured.
     """
 
     revision: str
@@ -66,15 +66,15 @@ class Roles:
 
 
 def default_clusters(kv_heads: int, architecture: str = "") -> int:
-    """Representatives a layer, the paper's choice: 1 for Qwen whatever its size, else a quarter (2 for Llama's 8)."""
+    """Return the paper's number of representatives per layer: 1 for every Qwen, otherwise a quarter of the heads."""
     return 1 if architecture.startswith("qwen") else max(1, kv_heads // HEADS_PER_CLUSTER)
 
 
 def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:
-    """Every layer's representatives and followers.
+    """Return every layer's representatives and followers.
 
-    ``rule`` "retrieval" lets the member with the highest retrieval score represent its cluster, "centroid" the one
-    nearest to the centroid (the paper's).
+    With ``rule`` "retrieval", the head with the highest retrieval score represents its cluster; with "centroid" (the
+    paper's rule), the head nearest to the centroid.
     """
     return [
         _layer_roles(similarity, retrieval, clusters, rule)
@@ -83,9 +83,9 @@ def roles(calibration: Calibration, clusters: int, rule: str) -> list[Roles]:
 
 
 def kmeans(points: Tensor, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Labels ``[n]`` and centroids ``[clusters, d]`` of ``points [n, d]``; the best of 20 starts, no cluster empty.
+    """Return labels ``[n]`` and centroids ``[clusters, d]`` of ``points [n, d]``: the best of 20 starts, none empty.
 
-    The same points and seed give the same answer; clusters are numbered by their first member.
+    The same points and seed give the same result; clusters are numbered by their first member.
     """
     generator = torch.Generator().manual_seed(seed)
     runs = [_lloyd(points, _first_centroids(points, clusters, generator)) for _ in range(STARTS)]
@@ -95,7 +95,7 @@ def kmeans(points: Tensor, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor
     return labels, _centroids(points, labels, clusters)
 
 
-# Milliseconds a layer, which each entering of the mode would cost again; as many as the layers of two large models.
+# Without the cache, each entry into the mode would take milliseconds per layer. It has room for two large models.
 @lru_cache(maxsize=256)
 def _layer_roles(
     similarity: tuple[tuple[float, ...], ...], retrieval: tuple[float, ...], clusters: int, rule: str
@@ -116,12 +116,12 @@ def _layer_roles(
 
 
 def _first_centroids(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each further point is drawn with its squared distance to those drawn before."""
+    """Choose centroids by k-means++: each is drawn in proportion to its squared distance to those drawn before."""
     drawn = [int(torch.randint(len(points), (1,), generator=generator))]
     while len(drawn) < clusters:
         weights = torch.cdist(points, points[drawn]).amin(1).square()
         weights[drawn] = 0
-        # Points that coincide with those drawn have no weight; any of them serves.
+        # Points that coincide with drawn ones have no weight; any of them can be drawn if no others are left.
         weights = weights + torch.finfo(points.dtype).tiny
         weights[drawn] = 0
         drawn.append(int(torch.multinomial(weights / weights.sum(), 1, generator=generator)))
@@ -129,7 +129,7 @@ def _first_centroids(points: Tensor, clusters: int, generator: torch.Generator) 
 
 
 def _lloyd(points: Tensor, centroids: Tensor) -> tuple[float, Tensor]:
-    """Inertia and labels where nothing changes any more."""
+    """Return inertia and labels once nothing changes any more."""
     labels = torch.full((len(points),), -1)
     while True:
         away = torch.cdist(points, centroids)
@@ -141,7 +141,7 @@ def _lloyd(points: Tensor, centroids: Tensor) -> tuple[float, Tensor]:
 
 
 def _none_empty(away: Tensor, labels: Tensor) -> Tensor:
-    """An empty cluster takes the point farthest from its centroid among clusters with more than one."""
+    """Give each empty cluster the point farthest from its centroid, from a cluster with more than one."""
     for c in range(away.shape[1]):
         if not bool((labels == c).any()):
             counts = labels.bincount(minlength=away.shape[1])

@@ -1,17 +1,17 @@
-"""arkvale: reads all pages on the device; a page leaves it when its score is the worst of them.
+"""arkvale: reads all pages on the device, and evicts those with the lowest scores.
 
 Paper: ArkVale (NeurIPS 2024); rule and parameters as in the authors' program. A full page's digest is a box around its
 keys: its center c is half the sum of their element-wise maximum and minimum, its half-width r_d the mean of
-|c_d - k_d|. A page's score is sum_d max(q_d (c + r)_d, q_d (c - r)_d), summed over all heads: a layer has one choice.
-Two pages of sinks and the two newest are always resident. After a prompt the best k others by its last query, which
-fill the budget, are resident too. Each token makes the best k / 2 resident, in place of the worst, and reads all
+|c_d - k_d|. A page's score is sum_d max(q_d (c + r)_d, q_d (c - r)_d), summed over all heads, so that a layer has one
+choice. Two pages of sinks and the two newest pages are always resident. After a prompt, its last query chooses the k
+best others, which fill the budget. Each token then makes the best k / 2 resident, in place of the worst, and reads all
 resident pages.
 
 Departures:
-    * How the heads' scores are combined was not found in a readable source; this mode sums them.
-    * Half means half of the pages other than sinks and newest ones; the program takes half of the budget, less those.
-    * A page that leaves the newest ones is resident until it is the worst, like a recalled page.
-    * Recall for a later layer by an earlier layer's query (an option of the program, off) is left out.
+    * No readable source says how the heads' scores are combined; this mode sums them.
+    * Half means half of the pages without sinks and newest ones; the program takes half of the budget, minus those.
+    * A page that is no longer among the newest stays resident until it is the worst, like a recalled page.
+    * Recall for a later layer by an earlier layer's query (an option of the program, off by default) is left out.
 
 Shapes: tables ``[layers, H, k * p + 4 * p]``, digests ``[layers, H, page, 2 * d_k]``. Costs: as quest.
 """
@@ -27,7 +27,7 @@ from kvchat.kv.ops.selection import best, mask_of
 
 SINK_PAGES = 2
 NEWEST_PAGES = 2
-SHARE = 2  # one in so many of the resident pages is chosen by each token
+SHARE = 2  # each token chooses one in 2 of the resident pages
 
 
 class PageBoxes(PageBounds):
@@ -41,7 +41,7 @@ class PageBoxes(PageBounds):
 
 
 class ArkVale(PageChoice):
-    """Pages by the score of their boxes, one choice for all heads of a layer, evicted worst first."""
+    """Chooses pages by the score of their boxes, for all heads of a layer together, and evicts the worst first."""
 
     sink_pages = SINK_PAGES
     newest_pages = NEWEST_PAGES
@@ -62,7 +62,7 @@ class ArkVale(PageChoice):
         k, pages = resident.shape[1], scores.shape[-1]
         is_held = mask_of(resident, pages)
         has_begun = self._position % self.geometry.page == 0
-        is_held |= (self._ends == self._last) & has_begun  # a page that has just left the newest ones
+        is_held |= (self._ends == self._last) & has_begun  # a page that is no longer among the newest
         is_held |= (resident < 0).all(1, keepdim=True)  # after a prompt
         is_top = mask_of(best(scores, max(1, self.k // SHARE)), pages)
         return best(scores.masked_fill(is_top, torch.inf).masked_fill(~(is_held | is_top), -torch.inf), k)

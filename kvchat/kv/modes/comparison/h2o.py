@@ -1,16 +1,16 @@
-"""h2o: the tokens that got the most attention so far, and the most recent ones.
+"""h2o: reads the tokens that got the most attention so far, and the most recent ones.
 
 Paper: H2O (arXiv 2306.14048). Each KV head sums, for every token, the weights that all queries gave it. It keeps the
-tokens of highest sum (half of the budget) and the most recent ones; each decoded token drops the token of lowest sum
-that is no longer recent.
+tokens with the highest sums (half of the budget) and the most recent ones. Each decoded token drops the token with the
+lowest sum that is no longer recent.
 
 Departures:
-    * Only the queries of a prompt's last tokens are summed, at most 32, because the weights of all grow with the square
-      of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
-    * Every prompt chooses again, from everything stored; if the mode is entered or tokens are withdrawn during an
-      answer, the last token's query chooses. The paper drops for good.
-    * A query's weight for a KV head is the highest of its group; the paper's models have groups of one.
-    * The budget is a number of tokens; the paper's is a tenth of the prompt for each half.
+    * Only the weights of a prompt's last tokens, at most 32, are summed, because those of all tokens would grow with
+      the square of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
+    * Every prompt chooses again, from all stored tokens. If the mode is entered or tokens are withdrawn during an
+      answer, the last token's query chooses. The paper drops tokens for good.
+    * A query's weight for a KV head is the maximum over its group; the paper's models have groups of one.
+    * The budget is a number of tokens; in the paper each half is a tenth of the prompt.
     * It saves no memory (``kept``).
 
 Shapes: tables and sums ``[layers, H, n]``. Costs: as snapkv, and in each layer of a step the weights of all slots.
@@ -27,11 +27,11 @@ from kvchat.kv.modes.base import Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode, ObservedMode
 from kvchat.kv.state import KVState
 
-HALVES = 2  # of the budget: recent tokens and others
+HALVES = 2  # one half of the budget for recent tokens, one for others
 
 
 class H2O(ObservedMode):
-    """The tokens of highest sum, and as many recent ones."""
+    """Reads the tokens with the highest sums, and as many recent ones."""
 
     def _set_up(self) -> None:
         self.window = budget_of(self.parameters, self.traits.context) // HALVES

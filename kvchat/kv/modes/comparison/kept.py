@@ -1,10 +1,10 @@
 """The base of methods that keep some tokens of a prompt and drop the others until the next prompt.
 
 Every token has the slot of its position, and each KV head's table names the slots it keeps. Dropped tokens are neither
-read nor copied but still take a slot: these modes compare what methods read and how well that works, but they save no
-device memory.
+read nor copied but still take a slot: these modes show what methods read and how well that works, but save no device
+memory.
 
-``ObservedMode`` is for methods that use the queries of the prompt's last tokens. Decoded tokens are kept.
+``ObservedMode`` is for methods that use the queries of a prompt's last tokens. They keep decoded tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KeptMode(Mode):
         return Plan([Layout(0, self.geometry.layers, 0, capacity, shared=False)])
 
     def kept(self, layer: int) -> Tensor:
-        """The stored tokens that each head keeps, bool ``[H or 1, total]``; may omit those that are always read."""
+        """Return the stored tokens that each head keeps, bool ``[H or 1, total]``; may omit those always read."""
         raise NotImplementedError
 
     def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
@@ -41,13 +41,13 @@ class KeptMode(Mode):
         return table
 
     def _always(self, tokens: Tensor) -> Tensor:
-        """A mask of the ``tokens`` (positions or EMPTY, of any shape) that are always read: pinned ones."""
+        """Return which ``tokens`` (positions or EMPTY, in any shape) are always read, because they are pinned."""
         pinned = (tokens >= 0) & (tokens < self.sink)
         return pinned | self._is_pinned(tokens) if self.pins else pinned
 
 
 class ObservedMode(KeptMode):
-    """The last ``window`` tokens of a prompt, and in each KV head the tokens before them with the best scores."""
+    """Keeps the last ``window`` tokens of a prompt, and in each KV head the earlier tokens with the best scores."""
 
     parameters: BudgetParameters
 
@@ -62,14 +62,14 @@ class ObservedMode(KeptMode):
         self._pin_to_sinks()
 
     def scores(self, layer: int, weights: Tensor) -> Tensor:
-        """The scores ``[H, n]`` of the n tokens before the window.
+        """Return the scores ``[H, n]`` of the n tokens before the window.
 
-        ``weights [H, G, w, n]`` (float32) are the attention of the prompt's last w queries to them.
+        ``weights [H, G, w, n]`` (float32) are the weights that the prompt's last w queries give them.
         """
         raise NotImplementedError
 
     def rooms(self, tokens: int) -> list[int]:
-        """How many of the ``tokens`` before the window each layer keeps; called after ``scores`` of all layers."""
+        """Return how many of ``tokens`` before the window each layer keeps; called after ``scores`` of all layers."""
         return [self.budget - self.window] * self.geometry.layers
 
     def fill(self, fresh: bool) -> None:
@@ -94,7 +94,7 @@ class ObservedMode(KeptMode):
         return kept
 
     def weights(self, layer: int, tokens: int) -> Tensor:
-        """The prompt's last queries' weights for its first n = ``tokens``, of a softmax over all: ``[H, G, w, n]``."""
+        """Return the weights ``[H, G, w, n]`` of the prompt's last w queries for its first n = ``tokens``."""
         g, (span, query) = self.geometry, self._observed_queries(layer)
         spec = self.state.specs[layer]
         keys = self.state.host.dense(layer, span.stop)[0]
@@ -120,7 +120,7 @@ class ObservedMode(KeptMode):
         return ModeReport(self.parameters.model_dump() | chosen, stats)
 
     def _observed_queries(self, layer: int) -> tuple[range, Tensor]:
-        """The positions and queries ``[H_q, w, d_k]`` of the prompt's end; the last token's if none are known."""
+        """Return positions and queries ``[H_q, w, d_k]`` of the prompt's end; the last token's if none are known."""
         span, query = self.state.prompt.of(layer, self.window)
         if span:
             return span, query
@@ -129,6 +129,6 @@ class ObservedMode(KeptMode):
 
 
 def pooled(scores: Tensor) -> Tensor:
-    """``scores [..., n]``, each averaged with its neighbors; zeros pad the ends."""
+    """Return ``scores [..., n]``, each averaged with its neighbors; the ends are padded with zeros."""
     shape = scores.shape
     return torch.nn.functional.avg_pool1d(scores.reshape(-1, 1, shape[-1]), POOLED, 1, POOLED // 2).view(shape)

@@ -1,7 +1,7 @@
-"""The base of methods that choose pages with each token's own query: sinks, the newest pages, and k others.
+"""The base of methods that read sinks, the newest pages, and k others chosen by each token's own query.
 
-The newest pages are in a ring and are read whole, the last one as far as it is filled; a page that leaves them becomes
-a candidate at once. In a layer with a sliding window pages outside of it are no candidates.
+The newest pages are in a ring and are read in full; a page that leaves the ring becomes a candidate at once. In a layer
+with a sliding window, pages outside the window are not candidates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvchat.kv.ops.selection import assign_slots, best
 
 
 def tiles(keys: Tensor, pages: int, page: int) -> Tensor:
-    """``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; zeros pad the last, whose summary is not read."""
+    """Return ``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; zeros fill up the last, unused page."""
     padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * page - keys.shape[1]))
     return padded.reshape(len(keys), pages, page, -1).float()
 
@@ -40,11 +40,11 @@ class PageChoice(IndexedMode):
         self._pin_to_sinks()
 
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
-        """The pages' scores ``[H, page]`` for ``query [H_q, d_k]``; -inf for those ``masked [page]``."""
+        """Return the pages' scores ``[H, page]`` for ``query [H_q, d_k]``; -inf for those in ``masked [page]``."""
         raise NotImplementedError
 
     def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
-        """The pages ``[H, k]`` to read; ``resident [H, k]`` are on the device."""
+        """Return the pages ``[H, k]`` to read; ``resident [H, k]`` are on the device."""
         return best(scores, resident.shape[1])
 
     def fill(self, fresh: bool) -> None:
@@ -72,7 +72,7 @@ class PageChoice(IndexedMode):
         return ModeReport(self.parameters.model_dump() | {"budget": self.budget}, stats)
 
     def _candidates(self) -> int:
-        """Full pages between the sinks and the newest ones, for the next token."""
+        """Return the number of full pages between sinks and newest pages, for the next token."""
         page = self.geometry.page
         return max(0, self.state.total // page - (self.newest_pages - 1) - self.sink // page)
 

@@ -1,9 +1,9 @@
-"""pyramidkv: SnapKV with a smaller budget for every layer than for the layer before it.
+"""pyramidkv: SnapKV with a smaller budget for each higher layer.
 
 Paper: PyramidKV (arXiv 2406.02069); budgets and parameters as in the authors' program. Tokens are scored as in snapkv.
-With b = budget - w tokens per layer on average, the last layer keeps b / beta tokens, the first 2 b - b / beta, with
-equal steps between them, each in addition to the window. If the first would keep more than the n tokens there are, it
-keeps n and the last 2 b - n. Prompts of less than 2 b tokens are as in snapkv.
+With b = budget - w tokens per layer on average, the last layer keeps b / beta tokens and the first 2 b - b / beta, with
+equal steps between them, each in addition to the window. If the first would keep more than the n tokens that exist, it
+keeps n, and the last 2 b - n. Prompts with fewer than 2 b tokens are treated as in snapkv.
 
 Departures: those of snapkv. The authors' scripts use a window of 8 and the maximum of 7 neighbors.
 
@@ -17,7 +17,7 @@ from kvchat.kv.modes.comparison.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV with a pyramid of budgets."""
+    """SnapKV with budgets that shrink from layer to layer."""
 
     parameters: PyramidKVParameters
 

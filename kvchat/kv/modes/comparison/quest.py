@@ -1,18 +1,18 @@
-"""quest: the pages of highest bound for each token's own query, after two layers that are read in full.
+"""quest: reads the pages with the highest bounds for each token's own query, after two layers that read everything.
 
 Paper: Quest (arXiv 2406.10774); rule and parameters as in the authors' program. Each full page has the element-wise
 maximum M and minimum m of its keys; a query q gives it the score sum_d max(q_d M_d, q_d m_d), an upper bound of its
-logits. A token reads the page that is being filled and the budget / page - 1 others of highest score.
+logits. A token reads the page that is being filled and the budget / page - 1 other pages with the highest scores.
 
 Departures:
-    * Pages have 32 tokens (the paper: 16), and a model of two layers reads only one of them in full.
-    * A KV head reads the pages of its group's highest score (FreeKV's adaption); the paper chooses by query head.
-    * The page being filled is always read, as in the authors' kernels; in their evaluation it competes.
+    * Pages have 32 tokens (the paper: 16), and a model with two layers reads only one of them in full.
+    * A KV head chooses pages by its group's maximum score (as FreeKV does); the paper chooses per query head.
+    * The page being filled is always read, as in the authors' kernels; in their evaluation it competes with the others.
     * The authors' minimum of three pages does not override a smaller budget.
-    * Other pages are in the host pool; the paper keeps everything on the device.
+    * Unread pages are in the host pool; the paper keeps everything on the device.
 
 Shapes: tables ``[layers, H, k * p + p]``, bounds ``[layers, H, page, 2 * d_k]``. Costs: a token scores all pages, and
-each layer waits for the chosen pages that the token before did not read.
+each layer waits for chosen pages that the previous token did not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvchat.kv.modes.page_index import PageBounds
 
 
 class Quest(PageChoice):
-    """Pages by Quest's bound."""
+    """Chooses pages by Quest's bound."""
 
     parameters: QuestParameters
     index: PageBounds

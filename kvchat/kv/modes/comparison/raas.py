@@ -1,18 +1,17 @@
-"""raas: reads the whole prompt, and drops the page of the answer that was unimportant for the longest time.
+"""raas: reads the whole prompt, and drops the page of the answer that has been unimportant for longest.
 
-Paper: RaaS (arXiv 2502.11147), as remembered from it and its reviews. All tokens of the prompt are kept. Pages of the
-answer are kept with the step at which they last mattered: at every step the upper half of the kept pages by Quest's
-bound (see quest) gets the current time. If a new page exceeds the budget, the page with the oldest time is dropped for
-good.
+Paper: RaaS (arXiv 2502.11147), as remembered from it and its reviews. All tokens of the prompt are kept. Each page of
+the answer has the time at which it last mattered: in every step, the upper half of the kept pages by Quest's bound (see
+quest) gets the current time. If a new page exceeds the budget, the page with the oldest time is dropped for good.
 
 Departures:
-    * The budget counts only pages of the answer, and the prompt is read whole whatever its length. (The paper reads
-      long prompts by Quest's rule.) Everything stored when a turn begins is prompt, so the next turn reads it all
+    * The budget counts only pages of the answer, and the prompt is read in full, however long. (The paper reads long
+      prompts by Quest's rule.) Everything stored when a turn begins counts as prompt, so the next turn reads all of it
       again; likewise if the mode is entered, tokens are withdrawn or other messages are pinned during an answer.
     * Half is the paper's r = 50 %; its other rule, a threshold for the estimated weight, is left out.
-    * Pages have 32 tokens (the paper: 16). The page that a prompt ends in belongs to it; the page being filled always
-      matters. Of pages with the same time the first is dropped.
-    * A KV head has one choice, by its group's highest score (FreeKV's adaption).
+    * Pages have 32 tokens (the paper: 16). The page in which a prompt ends belongs to the prompt; the page being filled
+      always matters. Of pages with the same time, the first is dropped.
+    * All query heads of a KV head share one choice, by the group's maximum score (as in FreeKV).
     * It saves no memory (``kept``).
 
 Shapes: tables ``[layers, H, n]``, bounds ``[layers, H, page, 2 * d_k]``, times ``[layers, H, page]``.
@@ -32,11 +31,11 @@ from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.state import KVState
 
 NEVER = 2**62  # later than any step
-HALVES = 2  # pages rank in halves, of which the upper one matters
+HALVES = 2  # pages are ranked; those in the upper half matter
 
 
 class RaaS(KeptMode):
-    """The prompt, and the pages of the answer that mattered most recently."""
+    """Reads the prompt, and the pages of the answer that mattered most recently."""
 
     parameters: RaaSParameters
 
@@ -100,7 +99,7 @@ class RaaS(KeptMode):
         return ModeReport(self.parameters.model_dump(), stats)
 
     def _decoded(self) -> int:
-        """Pages that began after the prompt, including the next token's."""
+        """Return the number of pages that began after the prompt, including the next token's."""
         return self.state.total // self.geometry.page + 1 - self.first
 
     def _grow(self) -> None:

@@ -1,19 +1,19 @@
-"""razor: a few heads keep everything, the others the first and the most recent tokens.
+"""razor: a few heads read everything, the others the first and the most recent tokens.
 
 Paper: RazorAttention (arXiv 2407.15891), algorithm 1. Retrieval heads keep all tokens; the others keep the first 4 of a
 prompt of N tokens and the last max(S0, N / C), and as many during decoding.
 
 Departures:
-    * kvchat's calibration finds retrieval heads by how well each KV head finds a hidden fact, and 15 % of the heads
-      count as such. The paper takes 14 % for induction and 1 % for echo, measured on a repeated random sequence.
-    * What the other heads drop is not averaged into a compensation token: attention has no bias for one slot.
-    * S0 is the budget less the 4; as remembered, the paper's S0 is 4,000 and its C is 5.
+    * Retrieval heads are the 15 % of the KV heads that find a hidden fact best in kvchat's calibration. The paper takes
+      14 % for induction and 1 % for echo, measured on a repeated random sequence.
+    * Dropped tokens are not averaged into a compensation token, because attention has no bias for single slots.
+    * S0 is the budget minus 4; as remembered, the paper's S0 is 4,000 and its C is 5.
     * N is the number of stored tokens at every prompt.
     * It saves no memory (``kept``).
 
-Until the model's heads are calibrated it reads everything.
+It reads everything until the model's heads are calibrated.
 
-Shapes: tables ``[layers, H, n]``. Costs: a step looks at all tables once; nothing moves.
+Shapes: tables ``[layers, H, n]``. Costs: a step updates all tables once; nothing moves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvchat.kv.modes.comparison.kept import KeptMode
 from kvchat.kv.state import KVState
 
 SINK = 4
-PROMPT_SHARE = 5  # at least one in so many of the prompt's tokens is recent
+PROMPT_SHARE = 5  # the window has at least one in 5 of the prompt's tokens
 
 
 class Razor(KeptMode):
-    """Retrieval heads keep everything, others sinks and a window."""
+    """Retrieval heads keep everything, the others keep sinks and a window."""
 
     parameters: RazorParameters
 

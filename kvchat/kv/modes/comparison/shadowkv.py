@@ -1,17 +1,17 @@
-"""shadowkv: pages by the attention to their mean keys, and pages whose keys the mean describes badly.
+"""shadowkv: reads the pages with the most attention to their mean keys, and pages whose keys differ from their mean.
 
 Paper: ShadowKV (arXiv 2410.21465), its selection; parameters as in the authors' program. A page's landmark is the mean
-of its rotated keys. After a prompt each KV head's outliers are the pages with the lowest minimum of cos(landmark, key):
-they have no landmark and are always read, as are the newest pages. A token reads the other pages of highest
-softmax(q . landmark / sqrt(d)), by the maximum over the group's query heads.
+of its rotated keys. After a prompt, each KV head's outliers are the pages whose minimum of cos(landmark, key) is
+lowest. They have no landmark and are always read, as are the newest pages. A token reads the other pages with the
+highest softmax(q . landmark / sqrt(d)), by the maximum over the group's query heads.
 
 Departures:
     * The keys are not compressed. The paper keeps a singular value decomposition of rank 160 of the unrotated keys on
-      the device and recalls only values; this mode recalls exact keys and values, so it reads the same tokens without
-      the error of that rank, but memory and traffic are not the paper's.
-    * A page has 32 tokens, the paper's chunk 8. The budget covers everything read: two of its pages are the newest, a
-      sixth of the rest are outliers (the paper: 384 tokens in addition to 2,048), none below 256 tokens.
-    * Decoded pages become candidates when they leave the newest pages; the paper keeps all of them.
+      the device and recalls only values. This mode recalls exact keys and values, so it reads the same tokens without
+      the error of that rank, but with other memory and traffic than the paper.
+    * A page has 32 tokens, the paper's chunk 8. The budget covers everything read: two of its pages are the newest, and
+      a sixth of the rest are outliers (the paper: 384 tokens in addition to 2,048), none with less than 256 tokens.
+    * Decoded pages become candidates when they are no longer among the newest; the paper keeps all of them.
 
 Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k]``. Costs: as quest, half the index.
 """
@@ -30,7 +30,7 @@ from kvchat.kv.ops.selection import best, mask_of
 from kvchat.kv.state import KVState
 
 NEWEST_PAGES = 2
-OUTLIER_SHARE = 6  # one in so many of the pages other than the newest
+OUTLIER_SHARE = 6  # outliers are one in 6 of the pages, without the newest
 
 
 class Landmarks(PageIndex):
@@ -45,7 +45,7 @@ class Landmarks(PageIndex):
 
 
 class ShadowKV(PageChoice):
-    """Pages by their landmarks, and outliers chosen once a prompt."""
+    """Chooses pages by their landmarks, and outliers once per prompt."""
 
     newest_pages = NEWEST_PAGES
     index: Landmarks
@@ -78,7 +78,7 @@ class ShadowKV(PageChoice):
         super().fill(fresh)
 
     def _least_alike(self, layer: int) -> Tensor:
-        """The outliers ``[H, n]`` among the stored full pages, except the newest ones."""
+        """Return the outliers ``[H, n]`` among the stored full pages, except the newest ones."""
         g = self.geometry
         pages = self.state.total // g.page - (self.newest_pages - 1)
         if pages <= 0:
