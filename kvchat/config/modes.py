@@ -296,8 +296,6 @@ class SyncParameters(BudgetParameters, PaperParameters):
 
 
 class ComparedParameters(BudgetParameters):
-    """Methods from other papers that have a budget."""
-
     for_comparison: ClassVar[bool] = True
 
 

@@ -39,7 +39,6 @@ class Geometry:
 
     @cached_property
     def d(self) -> int:
-        """Elements of one stored row of K or V."""
         return max(self.d_k, self.d_v)
 
     @cached_property

@@ -215,7 +215,6 @@ class CoverageWatch:
 
     ``sample`` is called between two steps. It measures only as often as ``COST`` of the time allows, however long the
     conversation and however fast the device. Nothing is measured inside a step, so CUDA graphs are not affected.
-    ``clock`` returns seconds.
 
     Attributes:
         share: mean of the last measured coverage of each head; None before the first sample.

@@ -359,7 +359,7 @@ class KVManager:
         self.mode.estimated(layer, query[:, 0])
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; return the attention of ``query [H_q, n, d_k]``."""
+        """Store ``key [H, n, d_k]``, ``value [H, n, d_v]``; attend with ``query [H_q, n, d_k]``: ``[H_q, n, d_v]``."""
         if self.decodes:
             return self.attend_token(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
         self.state.note_spec(layer, spec)

@@ -63,7 +63,7 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
             "There is not enough memory to process the prompt.",
             f"{count(new, 'token')} after {stored:,} stored ones, {least} at a time, need {size(needed(least), 2)} on "
             f"{devices[0]}: {size(staging_bytes(geometry, stored, new), 2)} for a copy of one layer's K/V, the rest "
-            f"for intermediate results. {size(free, 2)} are free.",
+            f"for intermediate results. Only {size(free, 2)} are free.",
             "Use a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
     fitting = (chunk for chunk in CHUNKS if needed(chunk) <= free // 2 and min(chunk, new) * token_bytes <= most)

@@ -41,7 +41,6 @@ class PromptQueries:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the queries noted since the last ``commit``."""
         self._seen.clear()
 
     def truncate(self, tokens: int) -> None:

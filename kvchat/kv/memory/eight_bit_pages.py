@@ -34,10 +34,7 @@ def share(g: Geometry) -> float:
 
 
 def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of ``blocks [..., block_bytes]`` (uint8).
-
-    They are codes ``[..., 2, p, d]``, scales of K ``[..., d]`` and scales of V ``[..., p]``.
-    """
+    """View ``blocks [..., block_bytes]`` as codes ``[..., 2, p, d]``, scales of K ``[..., d]``, of V ``[..., p]``."""
     codes = 2 * g.page * g.d
     scales = blocks[..., codes:].view(g.dtype)
     return (

@@ -45,7 +45,7 @@ class EightBitPool(HostPool):
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_quantized = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._published = self._published_next = 0  # pages whose places are on the device; the ``next_quantized`` there
+        self._published = self._published_next = 0  # pages whose places are on the device; ``next_quantized``
 
     # ---- what is stored
 
@@ -350,7 +350,6 @@ class FreeList:
 
     @property
     def used(self) -> int:
-        """Number of indices that are not free."""
         return self._end - len(self._returned)
 
     def lowest(self, number: int) -> list[int]:

@@ -8,8 +8,7 @@ is not the current one are parked in pageable host memory.
 Each layer has one ``PinnedRegion``: address space for the model's whole context, whose memory is committed from the
 front as the conversation grows. Addresses do not change, so views and captured CUDA graphs stay valid, and the device
 reads and writes the pool through an alias of the same bytes. If pinning fails, the pool is pageable: the same calls
-gather on the CPU and copy, which is slow but correct, and cannot be captured. Each time the pool grows, it tries to pin
-the rest again.
+gather on the CPU and copy, which is slow but correct, and cannot be captured. The pool tries again whenever it grows.
 """
 
 from __future__ import annotations
@@ -229,14 +228,14 @@ class HostPool:
         return self.geometry.pages(self.total)
 
     def _affordable(self, least: int, wanted: int, extra: int = 0) -> int:
-        """Return the bytes per layer for ``wanted`` tokens, or ``least`` if memory (without ``extra``) is short."""
+        """Return the bytes per layer for ``wanted`` tokens, or ``least`` if memory is short; keep ``extra`` free."""
         free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
             size = self._layout.nbytes(tokens)
             if size * self.geometry.layers - taken + extra <= free:
                 return size
         raise self._does_not_fit(
-            least, f"{units.size(taken, 2)} of it are held and {units.size(free, 2)} more are free."
+            least, f"{units.size(taken, 2)} of it are already allocated, and {units.size(free, 2)} more are free."
         )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:

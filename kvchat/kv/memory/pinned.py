@@ -6,8 +6,7 @@ address than the host (WSL2), segments would not be contiguous; there a region t
 (0.1 s/GiB), and its address changes.
 
 Huge pages are for memory that a CPU reads from end to end for every token. The bundled model in full mode takes 0.86 of
-the CPU time with its K/V in huge pages (8,192 tokens), and 0.79 with its weights in them (512 tokens; one thread of an
-AMD EPYC).
+the CPU time with its K/V in huge pages (8,192 tokens), and 0.79 with its weights (512 tokens; one AMD EPYC thread).
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ class PinnedRegion:
     """Address space of ``size`` bytes (rounded up to system pages), of which the first ``committed`` are in use.
 
     ``bytes`` is the whole region (uint8, in host memory), zero where nothing was written. With several equal ``parts``
-    (of whole system pages), each is used from its front, and none can be pinned. The first ``pinned`` bytes are pinned;
-    the device sees them ``shift`` bytes after the host's address. Pinned memory is unregistered before the region is
-    freed.
+    (of whole system pages), each is used from its front, and none can be pinned. The first ``pinned`` bytes are pinned
+    until the region is freed; the device sees them ``shift`` bytes after the host's address.
 
     Raises:
         OSError: the system does not provide that much address space.

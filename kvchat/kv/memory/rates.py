@@ -1,7 +1,4 @@
-"""Measures the rates of a device's memory and of its link to the host, as the best of several runs after a warm-up.
-
-The results are too low while another process uses the memory or the link.
-"""
+"""Measures the rates of a device's memory and link to the host; too low while other processes use them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
         ) from error
     if not (isinstance(mode, type) and issubclass(mode, Mode)):
         raise UsageError(
-            f"The {parameters.name} mode is not a mode.",
+            f"The {parameters.name} mode cannot be used.",
             f"{parameters.implemented_by} is not a subclass of {Mode.__name__}.",
             "Repair or remove the package that provides it.",
         )

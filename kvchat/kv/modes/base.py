@@ -263,10 +263,7 @@ class Mode:
         raise NotImplementedError
 
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
-        """Plan for at most ``free`` bytes from now on, if the mode can work with less memory.
-
-        ``held``: number of tokens that existing slots have room for and must keep.
-        """
+        """Plan for at most ``free`` bytes, if the mode can; existing slots must keep their room for ``held`` tokens."""
 
     def attach(self, state: KVState) -> None:
         """Take over newly allocated, empty slots."""
@@ -385,5 +382,5 @@ def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: st
         raise UsageError(
             f"The {name} budget is too small.",
             f"budget = {budget} tokens is smaller than sink + window = {sink} + {window} = {sink + window}{more}.",
-            f"Use a budget of at least {sink + window}{given and f', or less {given}'}.",
+            f"Use a budget of at least {sink + window}{given and f', or a smaller {given}'}.",
         )

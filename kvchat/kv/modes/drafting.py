@@ -87,7 +87,6 @@ class Drafter:
             self._add(draft)
 
     def figures(self) -> dict[str, str]:
-        """Return metrics for the interface; empty before the first round."""
         if not self.rounds:
             return {}
         accepted, tokens = self.accepted / self.drafted, 1 + self.accepted / self.rounds

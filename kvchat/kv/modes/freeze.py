@@ -247,8 +247,7 @@ class Freeze(Mode):
     def _restore(self, position: Tensor) -> None:
         """Let the step read the tokens that are not frozen; ``prepare_step`` made room for all of them.
 
-        Many tokens return after a step or two and are still in their slots. Of the others, the most relevant are
-        copied.
+        Many tokens return after a step or two and are still in their slots. The most relevant of the others are copied.
         """
         slots, timers, table = self.slots, self.timers, self.slots.table[0, 0]
         if slots.layout.in_place:

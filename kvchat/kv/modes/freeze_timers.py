@@ -165,10 +165,7 @@ class Timers:
             self.limit(position + 1, control, waiting)
 
     def list_awake(self, total: int, table: Tensor) -> int:
-        """Fill ``table [n]`` with those of ``total`` tokens that are not frozen, in order.
-
-        Return how many are new; waits for the device.
-        """
+        """Fill ``table [n]`` with the unfrozen of ``total`` tokens; return how many are new; waits for the device."""
         tokens = (~self.frozen[:total]).nonzero().flatten()
         new = len(tokens) - int((table != EMPTY).sum())
         table.fill_(EMPTY)

@@ -18,10 +18,7 @@ from kvchat.kv.state import KVState
 
 
 class MovingBase(ContextPolicy):
-    """Beyond the context, a prompt is read in chunks of at most ``chunk`` tokens.
-
-    Each chunk attends to itself and to the tokens that the mode keeps.
-    """
+    """Beyond the context, a prompt is read in chunks of at most ``chunk`` tokens, which also read the kept tokens."""
 
     is_final = False
 

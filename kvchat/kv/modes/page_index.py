@@ -30,8 +30,8 @@ from kvchat.kv.ops.selection import page_bounds
 from kvchat.kv.state import KVState
 
 BLOCK = 8  # tokens per block of ``index=blocks``
-# Pages summarized together over several layers, because one layer at a time took twice as long for 30 layers, and at
-# most. Intermediate results are eight times as large as the keys in 16 bits: gigabytes for 128K tokens at once.
+# TOGETHER pages of several layers are summarized in one go: one layer at a time took twice as long for 30 layers. MOST
+# limits intermediate results, which are eight times as large as keys in 16 bits: gigabytes for 128K tokens.
 TOGETHER, MOST = 64, 512
 BLOCK_SHARE = 0.25  # position of a block's row between its mean key (0) and its bounds (1)
 
@@ -105,15 +105,14 @@ class PageIndex:
         for first in range(self.first, g.layers, together):
             layers = range(first, min(first + together, g.layers))
             parts = [host.dense(layer, tokens, begin)[self.of_values] for layer in layers]
-            stored = torch.cat(parts) if len(parts) > 1 else parts[0]  # avoids a large copy of many pages
+            stored = torch.cat(parts) if len(parts) > 1 else parts[0]  # a copy of many pages would be large
             rows = self.summary(stored, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
             self.data[first - self.first : layers.stop - self.first, :, begin:end] = rows
 
     def compute(self, layer: int, start: int, rows: Tensor) -> None:
         """Add a layer's tokens from ``start`` on, given the keys or values ``[H, n, d]`` of all tokens in a prefill.
 
-        ``tokens`` advances only after the last layer. ``refresh`` then rereads at most one page, and clears the rows
-        of a failed forward.
+        ``tokens`` advances only after the last layer. ``refresh`` rereads at most one page and clears failed forwards.
         """
         g = self.geometry
         if start // g.page > self.tokens // g.page:

@@ -39,8 +39,8 @@ Decisions:
 
 Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` (int32, 3 bits per key element for 16-bit K/V)
 and mean values ``[layers, H, page, d_v]``. Costs: a step reads both completely, 10.9 % of the K/V that full reads (the
-index: 9.4 %). Relative to an 8B's weights in 16 bits this is 3 % after 32K tokens and 12 % after 128K; in 4 bits, 10
-and 38 %. ``kvchat plan --card`` includes it.
+index: 9.4 %). Relative to an 8B's weights in 16 bits this is 3 % after 32K tokens and 12 % after 128K, or 10 and 38 %
+in 4 bits.
 """
 
 from __future__ import annotations

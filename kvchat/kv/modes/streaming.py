@@ -208,10 +208,7 @@ class Streaming(Mode):
         return max(p.R, p.sigma + 1) if p.delta else p.R
 
     def _fit_context(self) -> None:
-        """Keep fewer recent tokens if a token would attend to more than the model's context.
-
-        Pinned messages, sinks and one recent token are always kept.
-        """
+        """Keep fewer recent tokens, but at least one, if a token would attend to more than the model's context."""
         self.capacity = self._asked
         if not self.context_policy.is_final:
             room = self.traits.context - self._overflow - len(self.pins)

@@ -2,9 +2,9 @@
 
 Paper: SyncKV (sections 4.1-4.4, algorithm 1). In each layer the KV heads are clustered (``sync_heads``). The
 representative of a cluster keeps all K/V on the device; its followers keep k tokens, static and dynamic ones. Static
-tokens are the rho * k with the most attention of the representative at the last prompt position; they stay for the
-turn. Every m-th step, the representative's attention chooses the dynamic tokens for the following steps (anticipation).
-In all other steps nothing is chosen and nothing moves (suspension).
+tokens, for the whole turn, are the rho * k that get the most attention from the representative at the last prompt
+position. At every m-th step, its attention chooses the dynamic tokens for the following steps (anticipation); in all
+other steps nothing is chosen and nothing moves (suspension).
 
 Departures and decisions:
     * Followers also keep a ring of recent tokens, which the paper does not mention but new tokens need. A token leaves
@@ -29,10 +29,9 @@ Departures and decisions:
       tokens that stay. If fewer static tokens exist than their share, there are more dynamic ones; those without a free
       slot wait for the next anticipation.
 
-With ``profile=paper`` these departures remain: the ring, the sets by cluster (the paper contradicts itself), the
-calibration's texts, the maxima over a group (the paper does not mention them), and the slots of fetched tokens.
+``profile=paper`` keeps the departures that do not mention it. On the sets by cluster the paper contradicts itself.
 
-Without a calibration, with one KV head, or if all heads are representatives, it works like full mode, and reports so.
+Without a calibration, with one KV head, or if all heads are representatives, it works like full mode, and says so.
 
 Shapes: representatives share one table, slot = position; followers' tables ``[H - N_r, region + 4 + w + m - 1]``.
 Costs: an anticipation ranks all tokens once per cluster; other steps only cost what they read.

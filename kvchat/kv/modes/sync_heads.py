@@ -1,5 +1,4 @@
-"""Measurements of a model: clusters of similar KV heads and their representatives (SyncKV, section 4.1), and the number
-of tokens that its attention needs (speculative mode).
+"""Measurements of a model: clusters of similar KV heads (SyncKV, section 4.1), and how many tokens attention needs.
 
 The rows of D = max(S) - S are clustered with k-means (the paper, appendix B.1). k-means is implemented here, because
 scikit-learn would add scipy and joblib to every installation for a few dozen points.
