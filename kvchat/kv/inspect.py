@@ -91,7 +91,7 @@ def attended_counts(state: KVState) -> Tensor:
 
 def read_per_head(state: KVState) -> Tensor:
     """Return the number of stored tokens that the last token's attention read, int64 ``[layers, H]`` on the host."""
-    return torch.stack([_read_in(state, layer) for layer in range(state.geometry.layers)]).cpu()
+    return torch.stack([_read_in_layer(state, layer) for layer in range(state.geometry.layers)]).cpu()
 
 
 def held_per_head(state: KVState) -> Tensor:
@@ -104,7 +104,7 @@ def held_per_head(state: KVState) -> Tensor:
     return held.cpu()
 
 
-def _read_in(state: KVState, layer: int) -> Tensor:
+def _read_in_layer(state: KVState, layer: int) -> Tensor:
     """Return the tokens read in one layer, ``[H]``; counted in the tables, without a tensor over all tokens."""
     first = state.specs[layer].first_seen(state.total)
     if not state.after_step:

@@ -125,7 +125,7 @@ class DeviceSlots:
         self._write_rows = self._row_starts
         self.read_pairs = torch.zeros((), dtype=torch.int64, device=device)
         self.recent_only = 0
-        self.staging = self._room_to_stage()
+        self.staging = self._staging_buffer()
         self.staged, self.staged_layer = 0, -1
         self.on_cpu = range(0)
         self.other_part: Callable[[], Tensor] | None = None
@@ -231,10 +231,10 @@ class DeviceSlots:
         """
         if replace(layout, spills=self.layout.spills, staged=self.layout.staged) == self.layout:
             self.layout = layout
-            self.staging = self._room_to_stage()
+            self.staging = self._staging_buffer()
             return self
         if layout.unordered:
-            return self._resettled(layout)
+            return self._compacted(layout)
         larger = DeviceSlots(layout, self.geometry, self.table.device)
         rest = self.n - self.offset
         for old, new in (
@@ -248,11 +248,11 @@ class DeviceSlots:
         larger.read_pairs = self.read_pairs
         return larger
 
-    def _room_to_stage(self) -> Tensor:
+    def _staging_buffer(self) -> Tensor:
         g, device = self.geometry, self.table.device
         return torch.empty((self.layout.staged, g.kv_heads, 2, g.page, g.d), dtype=g.dtype, device=device)
 
-    def _resettled(self, layout: Layout) -> DeviceSlots:
+    def _compacted(self, layout: Layout) -> DeviceSlots:
         """Return slots of ``layout`` with the tokens of this unordered layout moved to the front."""
         other = DeviceSlots(layout, self.geometry, self.table.device)
         n = min(self.n, other.n)

@@ -279,7 +279,7 @@ class EightBitPool(HostPool):
     # ---- which tokens are quantized
 
     def quantized_at(self, positions: Tensor) -> Tensor:
-        return self._looked_up(positions)[0] < 0
+        return self._locate(positions)[0] < 0
 
     @property
     def quantized_share(self) -> Tensor:
@@ -288,7 +288,7 @@ class EightBitPool(HostPool):
     # ---- reading in a step: with fixed shapes on a GPU
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
-        place, offset = self._looked_up(positions)
+        place, offset = self._locate(positions)
         return super().row_index(place.clamp(min=0) * self.geometry.page + offset, heads)
 
     def read_pages(self, layer: int, pages: Tensor, heads: Tensor) -> Tensor:
@@ -301,11 +301,11 @@ class EightBitPool(HostPool):
         def quantized(place: Tensor, head: Tensor) -> Tensor:
             return eight_bit_pages.dequantize(self.eight_bit.table(layer)[place, head], self.geometry)
 
-        return self._of_either(places, full_precision, quantized, heads).transpose(0, 1)
+        return self._read_either(places, full_precision, quantized, heads).transpose(0, 1)
 
     def read_tokens(self, layer: int, positions: Tensor, heads: Tensor) -> Tensor:
         """Return K and V ``[2, m, d]`` of tokens ``positions [m]`` in KV ``heads [m]``, on the device."""
-        places, offsets = self._looked_up(positions)
+        places, offsets = self._locate(positions)
 
         def full_precision(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
             return self.table(layer)[place, head, :, offset]
@@ -316,14 +316,14 @@ class EightBitPool(HostPool):
             scales = torch.stack((of_keys[place, head], scale_v.expand(-1, self.geometry.d)), 1)
             return eight_bit_pages.scaled(codes[place, head, :, offset], scales)
 
-        return self._of_either(places, full_precision, quantized, heads, offsets).transpose(0, 1)
+        return self._read_either(places, full_precision, quantized, heads, offsets).transpose(0, 1)
 
-    def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of the pages of ``positions``, and the offsets of the tokens within their pages."""
         page = torch.div(positions, self.geometry.page, rounding_mode="floor")
         return self.places[page], positions % self.geometry.page
 
-    def _of_either(
+    def _read_either(
         self, places: Tensor, full_precision: Callable[..., Tensor], quantized: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
         """Read each of ``places [m]`` with the function for its kind; on a GPU run both, to avoid a synchronization."""

@@ -94,7 +94,7 @@ class Freeze(Mode):
         self.pin(())
         self._size = 0
         self._peak = 0
-        self._looked_at = 0
+        self._checked_at = 0
         self._entered_at = -1
         self._read_from: int | None = None  # first position prefilled since the last fill
 
@@ -182,13 +182,13 @@ class Freeze(Mode):
         """Resize the slots for ``needed`` tokens; free slots that were not needed recently."""
         self._peak = max(self._peak, needed)
         n, steps, in_place = self.slots.n, self.state.steps, self.slots.layout.in_place
-        due = steps - self._looked_at >= (RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL)
+        due = steps - self._checked_at >= (RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL)
         if needed <= n and not due:
             return
         spare = self._peak // (SPARE_IN_PLACE if in_place else SPARE)
         size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
         if due:
-            self._peak, self._looked_at = needed, steps
+            self._peak, self._checked_at = needed, steps
         if needed > n or size < SHRINK * n:
             self._size = size
             self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)

@@ -153,7 +153,7 @@ class Speculative(IndexedMode):
         if layer in self._begun:
             self.state.transfer.join(self.state.transfer.side_stream(layer))
         else:
-            self._choose(layer, self._chosen_with(layer, query))
+            self._choose(layer, self._choosing_query(layer, query))
         unread = self._unread.get(layer)
         self.slots.other_part = None if unread is None else lambda: unread
         return False
@@ -186,7 +186,7 @@ class Speculative(IndexedMode):
         means = [ValueMeans(self.geometry, device, self.first)] if self.parameters.rest == "mean" else []
         return [self._new_index(device), *means]
 
-    def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
+    def _choosing_query(self, layer: int, query: Tensor) -> Tensor:
         if self.query == "ahead":
             return self._estimates.get(layer, query)
         return self.state.query[layer] if self.query == "last" else query

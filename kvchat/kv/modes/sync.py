@@ -72,11 +72,11 @@ class Sync(Mode):
         self.clusters = min(heads, self.parameters.clusters or measured)
         recent = self._recent()
         self.ring = recent + self.parameters.m - 1
-        led = heads - self.clusters
-        self.mem = self.parameters.mem or max(MEM, (self.clusters + led / FOLLOWER_PART) / heads)
+        followers = heads - self.clusters
+        self.mem = self.parameters.mem or max(MEM, (self.clusters + followers / FOLLOWER_PART) / heads)
         self.k = 0
         self.split = False
-        if not led:
+        if not followers:
             return
         if self.parameters.budget is not None:
             refuse_small_budget(self.name, self.parameters.budget, self._sinks, self.ring, " (window is w + m - 1)")

@@ -10,7 +10,7 @@ Departures:
       the device and recalls only values. This mode recalls exact keys and values, so it reads the same tokens without
       the error of that rank, but with other memory and traffic than the paper.
     * A page has 32 tokens, the paper's chunk 8. The budget covers everything read: two of its pages are the newest, and
-      a sixth of the rest are outliers (the paper: 384 tokens in addition to 2,048), none with less than 256 tokens.
+      a sixth of the rest are outliers (none below 256 tokens; the paper has 384 tokens in addition to 2,048).
     * Decoded pages become candidates when they are no longer among the newest; the paper keeps all of them.
 
 Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k]``. Costs: as quest, half the index.
