@@ -36,13 +36,10 @@ class Escaper:
         self._tokenizer = tokenizer
         self._control = control
         self._mark = MARK if control.isdisjoint(tokenizer(MARK, add_special_tokens=False).input_ids) else ""
-        self._escape = lru_cache(KEPT_CONTENTS)(self._as_text)
+        self.escape = lru_cache(KEPT_CONTENTS)(self._escape)
 
-    def escape(self, text: str) -> str:
+    def _escape(self, text: str) -> str:
         """Return ``text`` with ``ESCAPE`` inserted, and ``MARK`` for a single character that is a control token."""
-        return self._escape(text)
-
-    def _as_text(self, text: str) -> str:
         encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast, verbose=False
         )
@@ -56,7 +53,7 @@ class Escaper:
             alone = middle == start  # a single character cannot be split
             parts += [text[end:start], *([self._mark] if alone else [text[start:middle], text[middle:stop]])]
             end = stop
-        return ESCAPE.join(part if part == MARK else self._escape(part) for part in [*parts, text[end:]] if part)
+        return ESCAPE.join(part if part == MARK else self.escape(part) for part in [*parts, text[end:]] if part)
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
