@@ -466,12 +466,7 @@ class Ribbon:
 
 def _shares(shares: Tensor, cell: int) -> list[float]:
     """Return the mean of ``shares [total]`` over each cell."""
-    total = len(shares)
-    cells = -(-total // cell)
-    padded = torch.zeros(cells * cell, dtype=torch.float64, device=shares.device)
-    padded[:total] = shares
-    tokens = torch.full((cells,), cell, dtype=torch.float64, device=shares.device)
-    if cells:
-        tokens[-1] = total - (cells - 1) * cell
-    means: list[float] = (padded.view(cells, cell).sum(1) / tokens).tolist()
+    if not len(shares):
+        return []
+    means: list[float] = torch.nn.functional.avg_pool1d(shares[None], cell, ceil_mode=True)[0].tolist()
     return means
