@@ -351,34 +351,25 @@ def application(
     """Return the server's application, which web pages of ``origins`` may use."""
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     guard = Middleware(Guard, key=key, is_local=is_local)
-    handlers: dict[Any, Any] = {
-        Refusal: _refused,
-        HTTPException: _no_route,
-        ClientDisconnect: _gone,
-        Exception: _failed,
-    }
     return Starlette(
         routes=Service(engine, defaults).routes(),
         middleware=[cors, guard] if origins else [guard],
-        exception_handlers=handlers,
+        exception_handlers=dict.fromkeys((Refusal, HTTPException, ClientDisconnect, Exception), _refused),
     )
 
 
-async def _refused(_: Request, refusal: Refusal) -> Response:
-    return refusal.response()
-
-
-async def _no_route(request: Request, error: HTTPException) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     path = request.url.path[:100]
-    if error.status_code == 405:
-        return invalid(f"{path} does not accept {request.method}.", status=405).response()
-    message = f"There is no {path} here: chats are answered at /v1/chat/completions, texts at /v1/completions."
-    return Refusal(error.status_code, message, "not_found_error", code="not_found").response()
-
-
-async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return unavailable("The client disconnected.").response()
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    return Refusal(500, f"The server failed: {type(error).__name__}.", "server_error").response()
+    match error:
+        case Refusal():
+            refusal = error
+        case HTTPException(status_code=405):
+            refusal = invalid(f"{path} does not accept {request.method}.", status=405)
+        case HTTPException():
+            message = f"There is no {path} here: chats are answered at /v1/chat/completions, texts at /v1/completions."
+            refusal = Refusal(error.status_code, message, "not_found_error", code="not_found")
+        case ClientDisconnect():
+            refusal = unavailable("The client disconnected.")
+        case _:
+            refusal = Refusal(500, f"The server failed: {type(error).__name__}.", "server_error")
+    return refusal.response()
