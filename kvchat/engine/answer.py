@@ -24,8 +24,8 @@ from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, checked
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import explained
+from kvchat.kv.modes.base import Level
 from kvchat.kv.modes.drafting import Drafter
-from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.ops import cpu_ops
 from kvchat.protocol.messages import (
     Event,

@@ -22,8 +22,7 @@ from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Setup
 from kvchat.kv.manager import KVManager, explained
 from kvchat.kv.memory import available, rates
 from kvchat.kv.modes import build
-from kvchat.kv.modes.base import Mode
-from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
+from kvchat.kv.modes.base import RECENT, WIDER, Level, Mode
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.ops import host_attention
 from kvchat.models.load import LoadedModel

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from kvchat.engine.sampler import Sampler, SamplerState, checked, read
-from kvchat.kv.modes.base import Mode
-from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
+from kvchat.kv.modes.base import LEVELS, RECENT, Level, Mode
 
 REGENERATE_TOKENS = 16  # tokens that RR withdraws
 BASELINE, WARM_UP = 64, 32

@@ -23,8 +23,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import CachedPrefix
 from kvchat.kv.memory.pages import Pages, has_quantized
-from kvchat.kv.modes.base import Mode, Step
-from kvchat.kv.modes.recovery_levels import Level
+from kvchat.kv.modes.base import Level, Mode, Step
 from kvchat.kv.prefill import Prefill, prefill_over
 from kvchat.kv.state import KVState
 from kvchat.units import size

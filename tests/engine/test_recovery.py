@@ -13,7 +13,7 @@ from support.loads import entering
 from kvchat.engine.recovery import Ladder, RecoveryMonitor, Signals, measure
 from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
-from kvchat.kv.modes.recovery_levels import LEVELS
+from kvchat.kv.modes.base import LEVELS
 from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Text, Turn, Withdrawn
 
 TURNS = (Turn("user", "Tell me about the sea. " * 40),)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.drafting import Drafter
-from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
 from kvchat.kv.state import KVState
 
 AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # the default budget in tokens
+Level = Literal["SR", "WR", "FR", "RR"]  # of entropy-guided recovery (ASR-KF-EGR, section 3.6)
+LEVELS: tuple[Level, ...] = ("SR", "WR", "FR", "RR")
+WIDER: dict[Level, int] = {"WR": 2, "FR": 4}  # times the budget, for RECENT tokens, in modes that have one
+RECENT = 64  # WR restores what was frozen in the last so many steps; FR freezes nothing for as many
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,9 @@ from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, TokenState
+from kvchat.kv.modes.base import LEVELS, RECENT, Level, Mode, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_timers import FOREVER, CpuTimers, Scores, Timers, freeze_loops, rule_of, state_bytes
 from kvchat.kv.modes.page_index import PageBounds
-from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.ops.cpu_ops import FREEZE, loops_over, numbers
 from kvchat.kv.state import KVState
 

@@ -15,9 +15,8 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build, freeze, freeze_timers
-from kvchat.kv.modes.base import ModelTraits, TokenState
+from kvchat.kv.modes.base import LEVELS, ModelTraits, TokenState
 from kvchat.kv.modes.freeze_timers import Timers
-from kvchat.kv.modes.recovery_levels import LEVELS
 
 
 def at_once(floor: int = 0, stagger: int = 1, **params) -> FreezeRun:

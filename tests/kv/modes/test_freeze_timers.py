@@ -13,8 +13,8 @@ from kvchat.config.modes import FreezeParameters, parse
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes import freeze, freeze_timers
+from kvchat.kv.modes.base import LEVELS
 from kvchat.kv.modes.freeze_timers import CpuTimers, Timers
-from kvchat.kv.modes.recovery_levels import LEVELS
 
 PAPER = parse("freeze", {"profile": "paper"}).model_dump()
 
