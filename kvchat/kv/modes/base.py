@@ -25,10 +25,10 @@ from kvchat.kv.rope import Rotation
 from kvchat.kv.state import KVState
 
 AUTO_BUDGET = {"context_share": 32, "least": 256, "most": 2048}  # the default budget in tokens
-Level = Literal["SR", "WR", "FR", "RR"]  # of entropy-guided recovery (ASR-KF-EGR, section 3.6)
+Level = Literal["SR", "WR", "FR", "RR"]  # levels of entropy-guided recovery (ASR-KF-EGR, section 3.6)
 LEVELS: tuple[Level, ...] = ("SR", "WR", "FR", "RR")
-WIDER: dict[Level, int] = {"WR": 2, "FR": 4}  # times the budget, for RECENT tokens, in modes that have one
-RECENT = 64  # WR restores what was frozen in the last so many steps; FR freezes nothing for as many
+WIDER: dict[Level, int] = {"WR": 2, "FR": 4}  # factor on the budget for RECENT tokens, in modes with a budget
+RECENT = 64  # WR restores tokens frozen in the last 64 steps; FR freezes nothing for 64 steps
 
 
 @dataclass(frozen=True)
