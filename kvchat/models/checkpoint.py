@@ -163,7 +163,7 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if "/" not in name and (near := nearest(name, (BUNDLED, *NAMED))):
         raise ModelError(f'There is no model "{name}".', f'Did you mean "{near}"?', "`kvchat models` lists all here.")
     progress(f"Looking for {name} on the hub")
-    if not colon:
+    if not colon or "/" not in repository:  # HOST:PORT is no model
         return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
     patterns = [file] if file.lower().endswith(GGUF) else _named_for(file)
     downloaded = download(repository, patterns, progress)

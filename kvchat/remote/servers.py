@@ -123,7 +123,7 @@ def parse(text: str) -> Address:
         UsageError: it is invalid, or contains a password, which process lists and conversations would show.
     """
     url, _, model = text.strip().partition("#")
-    url = re.sub(r"/(chat/)?completions/?$", "", url)  # some servers print the whole URL
+    url = re.sub(r"/(models|(chat/)?completions)/?$", "", url)  # some servers print the whole URL
     try:
         parts = urlsplit(url)
         is_address = is_server(url) and bool(parts.hostname) and (parts.port or 1) > 0
@@ -207,7 +207,8 @@ async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
         return Server(OLLAMA, address, _of_ollama(listed, running))
     if studio.get("data") or (await _get(http, f"{address.root}/api/v1/models")).get("models"):
         return Server(LM_STUDIO, address, _of_lm_studio(listed, studio))
-    kind = TRANSFORMERS if health == {"status": "ok"} else OTHER
+    names_owners = all("owned_by" in entry for entry in listed)  # mlx_lm.server, of the same health, does not
+    kind = TRANSFORMERS if health == {"status": "ok"} and names_owners else OTHER
     return Server(kind, address, tuple(map(_model, listed)))
 
 

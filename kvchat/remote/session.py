@@ -38,7 +38,8 @@ SILENCE_S = 3600.0  # a CPU may process a long prompt for half an hour without s
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
-USUAL = ("stop", "length")  # reasons to end; others are a filter, a tool call or a server's shutdown
+# Normal reasons to end; TGI, Together and others use the last four. Others are a filter, a tool call or a shutdown.
+USUAL = ("stop", "length", "eos", "eos_token", "stop_sequence", "end")
 NO_KEY = "none"  # because the openai library requires one
 OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library sets them from variables meant for OpenAI
 DECIDES = "The server decides how K/V are stored and read."

@@ -319,6 +319,12 @@ def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
         load_model(Load(name, "cpu"), silent)
 
 
+@pytest.mark.parametrize("name", ["127.0.0.1:8080", "host:8000/v1"])
+def test_an_address_without_http_is_told_how_to_be_written(no_network, name):
+    with pytest.raises(ModelError, match="a server as http://"):
+        load_model(Load(name, "cpu"), silent)
+
+
 @pytest.mark.parametrize("name", ["./model.gguf", "model.gguf", "models/q4.gguf"])
 def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
     with pytest.raises(ModelError, match=f'file "{name}"'):

@@ -33,6 +33,7 @@ def look(url: str) -> Server:
         ("http://h:8080/llama", "http://h:8080/llama", "http://h:8080/llama/v1", ""),
         ("https://h/paas/v4", "https://h/paas", "https://h/paas/v4", ""),
         ("http://h:8080/v1/chat/completions#m", "http://h:8080", "http://h:8080/v1", "m"),
+        ("http://h:1234/v1/models", "http://h:1234", "http://h:1234/v1", ""),
     ],
 )
 def test_an_address_names_root_base_and_model(text, root, base, model):
@@ -51,6 +52,12 @@ def test_what_is_no_address_is_refused_and_a_password_in_one_not_repeated(text):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_program_is_recognized(serve, kind):
     assert look(serve(kind).url).kind == kind
+
+
+def test_mlx_lms_server_is_not_taken_for_transformers(serve):
+    server = serve("transformers serve")
+    server.routes["/v1/models"] = models({"id": "mlx-community/m"})
+    assert look(server.url).kind == "an OpenAI-compatible server"
 
 
 def test_what_programs_tell_of_their_models_is_read(serve):

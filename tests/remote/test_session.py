@@ -11,7 +11,7 @@ from support.fake_server import BREAK, HELLO, HI, WAIT, asked, broken_off, delta
 
 from kvchat import thoughts
 from kvchat.errors import DoesNotFitError, EngineError, ModelError, UsageError
-from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn, Variant
+from kvchat.protocol.messages import Finished, Noted, Prefilled, Sampling, Started, Turn, Variant
 from kvchat.remote import session as remote
 from kvchat.remote.session import MODE
 
@@ -91,12 +91,14 @@ def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect)
 
 
 @pytest.mark.parametrize(
-    ("reason", "tokens", "ending"), [("length", 5, "length"), ("length", 3, "context"), ("stop", 3, "eos")]
+    ("reason", "tokens", "ending"),
+    [("length", 5, "length"), ("length", 3, "context"), ("stop", 3, "eos"), ("eos_token", 3, "eos"), ("end", 3, "eos")],
 )
 def test_the_end_has_its_reason(serve, connect, reason, tokens, ending):
     frames = [delta(content="a"), delta(reason=reason), usage(11, tokens)]
-    *_, finished = asked(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
+    *events, finished = asked(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
     assert finished.reason == ending
+    assert not [event for event in events if isinstance(event, Noted)]
 
 
 @pytest.mark.parametrize("reason", ["abort", "content_filter", "tool_calls"])
