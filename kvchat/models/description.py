@@ -168,7 +168,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     support.import_transformers()
     with support.explained(location.name, "its configuration"):
         config = _read_config(location)
-        _read_attn_factor(config)
+        _complete_yarn(config, is_extended=bool(location.gguf))
         support.check_quantization(config, location.name)
         model_class, text_config = support.model_class(config)
         resolved = resolve_dtype(dtype, config, min((on, *others), key=_capability))
@@ -210,14 +210,22 @@ def _read_config(location: ModelLocation) -> Any:
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
 
 
-def _read_attn_factor(config: Any) -> None:
-    """Pass on YaRN's ``attn_factor``, which transformers ignores but the model's makers, vLLM and llama.cpp apply.
+def _complete_yarn(config: Any, is_extended: bool) -> None:
+    """Apply the parts of YaRN's scaling that transformers ignores, as vLLM does.
 
-    For DeepSeek-R1-0528-Qwen3-8B it is 0.878, which makes the attention scale 1. config.json and GGUF files have it.
+    ``attn_factor`` multiplies YaRN's own attention factor: it is 0.878 for DeepSeek-R1-0528-Qwen3-8B, whose attention
+    scale so becomes 1. The context is the original one times the factor, because Qwen's model cards tell people to add
+    the scaling, but not to change the context. A GGUF file's context ``is_extended`` already.
     """
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and (factor := rope.pop("attn_factor", None)):
-        rope.setdefault("attention_factor", factor * (0.1 * math.log(rope["factor"]) + 1))
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn":
+        return
+    if attention := rope.pop("attn_factor", None):
+        rope.setdefault("attention_factor", attention * (0.1 * math.log(rope["factor"]) + 1))
+    if not is_extended and rope["factor"]:
+        extended = int(rope["factor"] * rope["original_max_position_embeddings"])
+        text.max_position_embeddings = max(text.max_position_embeddings, extended)
 
 
 def resolve_device(device: str) -> torch.device:

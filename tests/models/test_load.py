@@ -121,6 +121,14 @@ def test_every_end_token_and_the_makers_temperature_count(folder):
     assert (loaded.eos_ids, loaded.advised.temperature) == ({7, 8, 2, 4}, 0.3)
 
 
+def test_yarn_added_to_a_config_extends_the_context_and_its_attention_factor_counts(folder):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.5}
+    edit_json(folder / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling=yarn)
+    loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
+    assert loaded.context == 2048
+    assert loaded.model.model.rotary_emb.attention_scaling == pytest.approx(0.5 * 1.1386294)
+
+
 @pytest.mark.parametrize("named", ["GPT2Tokenizer", "GemmaTokenizer"])
 def test_a_text_is_split_as_the_tokenizers_file_says_whatever_class_is_named(folder, named):
     """Classes of transformers have steps of their own, which repositories of other tokenizers name."""
