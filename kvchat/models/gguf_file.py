@@ -34,6 +34,8 @@ TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 UNKNOWN_BITS = 32
+# Types of weights that the gguf package unpacks; most of the others are for intermediate results or indices.
+UNPACKED = {name for name, *_ in TYPES.values()} - {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
 # struct's letters for values of fixed size, by type; 8 is a string, 9 a list.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
@@ -154,7 +156,7 @@ def read_model(path: Path) -> GgufFile:
     """Read the header of a language model.
 
     Raises:
-        ModelError: it is damaged or incomplete, or not a language model.
+        ModelError: it is damaged or incomplete, not a language model, or has weights that cannot be unpacked.
     """
     try:
         found = read(path)
@@ -168,6 +170,9 @@ def read_model(path: Path) -> GgufFile:
         ) from error
     if found.no_model:
         raise ModelError(f"{path} is not a chat model.", found.no_model, "Choose a chat model.")
+    if packed := {type_of(one.kind)[0] for one in found.tensors} - UNPACKED:
+        why = f"It has weights in {', '.join(sorted(packed))}, which kvchat cannot unpack."
+        raise ModelError(f"{path} cannot be loaded.", why, "Choose another quantization of the model.")
     return found
 
 

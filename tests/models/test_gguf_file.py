@@ -1,6 +1,7 @@
 """Whatever a GGUF file's header says, the file is read, or refused immediately."""
 
 import struct
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvchat.errors import ModelError
-from kvchat.models import gguf_file
+from kvchat.models import catalog, gguf_file
 from kvchat.models.description import describe
 
 HEADER = gguf_header(("output_norm", (64,), 0), ("blk.0", (64, 32), 0)) + bytes(800)
@@ -132,6 +133,19 @@ def test_types_are_those_of_the_package():
     gguf = pytest.importorskip("gguf")
     sizes = {kind: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
     assert {int(kind): (kind.name, *size) for kind, size in sizes.items()} == gguf_file.TYPES
+    for kind, (_, nbytes) in sizes.items():
+        stored = np.zeros((1, 1), np.float32) if kind.name in ("F32", "F16") else np.zeros((1, nbytes), np.uint8)
+        with nullcontext() if kind.name in gguf_file.UNPACKED else pytest.raises(NotImplementedError):
+            gguf.dequantize(stored, kind)
+
+
+@pytest.mark.parametrize("kind", [24, 41])
+def test_weights_that_cannot_be_unpacked_are_refused_and_listed_so(tmp_path, kind):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_header(("blk.0.ffn_up.weight", (256, 32), kind)))
+    with pytest.raises(ModelError, match=gguf_file.TYPES[kind][0]):
+        gguf_file.read_model(path)
+    assert gguf_file.TYPES[kind][0] in catalog.at(path).problem
 
 
 # ---- The scaling of positions in GGUF files, which transformers cannot read
