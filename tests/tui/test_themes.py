@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import drawn, finished, press, toasts, typed
+from support.app_driver import ask, drawn, finished, press, toasts, typed
 from textual.color import Color
 
 from kvchat.errors import UsageError
@@ -122,10 +122,9 @@ async def test_a_theme_that_there_is_not_names_the_folder_of_ones_own(running, c
 async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     async with running(replace(config, theme=ANSI)) as (app, _pilot, until):
-        await until(lambda: "ready" in drawn(app))
+        await ask(app, "hello")
+        await until(lambda: "❯ hello" in drawn(app))
         strips = app.screen._compositor.render_strips()
-        for line_filter in app.get_line_filters():
-            strips = [strip.apply_filter(line_filter, Color(0, 0, 0)) for strip in strips]
         styles = [segment.style for strip in strips for segment in strip if segment.style]
         colors = [color for style in styles for color in (style.color, style.bgcolor)]
         assert colors

@@ -69,7 +69,7 @@ class PlainChat:
     """
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
-        self.view = PlainView(lines, not is_typed)
+        self.view = PlainView(lines, echoes=not is_typed or bool(config.replay))
         self.chat = ChatController(config, client, self.view)
         self._config = config
         self._client = client

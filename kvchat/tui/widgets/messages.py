@@ -46,7 +46,9 @@ class Question(Static):
         """Draw the sign of a question in the padding of its first row, so that all rows are aligned."""
         lines = super().render_lines(crop)
         if lines and not crop.y:
-            lines[0] = Strip.join([Strip([Segment("❯ ", self.rich_style)]), lines[0].crop(2)])
+            text = lines[0].crop(2)
+            style = next((segment.style for segment in text), None)  # with the line filters, as for NO_COLOR
+            lines[0] = Strip.join([Strip([Segment("❯ ", style)]), text])
         return lines
 
     def send(self, message: Message, footer: str) -> None:

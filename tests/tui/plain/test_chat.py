@@ -365,6 +365,11 @@ async def test_a_recording_is_played_to_its_end_whatever_is_piped_in(config, tmp
     code, session = await piped(played, lines)
     assert (code, session.errors.getvalue()) == (0, "")
     assert "you: How are you?\nmodel: I am well.\n" in session.said
+    watched = Session(played, is_typed=True)  # nobody typed the question there
+    running = asyncio.create_task(watched.run())
+    await wait_for(lambda: "you: How are you?\nmodel: I am well." in watched.said)
+    watched.close()
+    await running
 
 
 async def test_the_latest_conversation_goes_on_in_its_own_mode_before_anything_is_asked(config):
