@@ -161,8 +161,8 @@ def verdict(shown: RunningComparison) -> str:
     found = [run for run in runs if is_found(run, shown.fact)]
     if runs and runs[0].mode == modes.REFERENCE and runs[0] not in found:
         return (
-            f"{modes.REFERENCE} reads everything and still misses it: this model cannot answer at this length, so the"
-            " answers say nothing about the modes; try a shorter text, as in /needle 500."
+            f"{modes.REFERENCE} misses it too: this model cannot answer at this length, so the answers say nothing"
+            " about the modes; try a shorter text, as in /needle 500."
         )
     missed = [run.mode for run in runs if run not in found]
     sentences = [f"{', '.join(missed)} did not find it."] if missed else []
@@ -171,6 +171,8 @@ def verdict(shown: RunningComparison) -> str:
         sentences.insert(
             0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token."
         )
+    if found and runs[0].mode == modes.REFERENCE and (runs[0].stats.read_share or 1.0) < 1.0:
+        sentences.append(f"{modes.REFERENCE} does not read all of it either: some layers have a sliding window.")
     return " ".join(sentences) or "No mode answered."
 
 

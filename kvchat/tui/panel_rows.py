@@ -19,7 +19,8 @@ FIGURES = {
     },
     "this answer": {
         "reads": "stored tokens that the last token attended to, on average over layers and KV heads: more than the"
-        " budget where some layers read everything; a prompt reads everything in every mode",
+        " budget where some layers read everything, not all in full mode where some have a sliding window; a prompt"
+        " reads everything in every mode",
         "attention covered": "share of the model's attention to everything stored that falls on the tokens"
         " read: sampled in one layer from time to time, averaged over all layers",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",

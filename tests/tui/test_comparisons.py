@@ -316,7 +316,7 @@ def test_where_full_mode_misses_one_sentence_says_what_that_means():
     missed = verdict(comparison({"full": "I do not know.", "sync": "biscuit"}))
     assert missed.startswith("full ")
     assert missed.count(".") == 1
-    assert not lacks(verdict(comparison({"full": "biscuit", "sync": "No."})), "full found", "25 %")
+    assert not lacks(verdict(comparison({"full": "biscuit", "sync": "No."})), "full found", "25 %", "sliding window")
 
 
 # ---- Rows of a needle search: waiting, found, missed, refused
@@ -348,3 +348,4 @@ def test_rows_fill_while_the_modes_answer():
         ("freeze", "It", STOPPED, "50 %", "0 B", "n/a"),
     ]
     assert not lacks(verdict(shown), "full found", "100 %", "streaming did not")
+    assert "sliding window" not in verdict(shown)
