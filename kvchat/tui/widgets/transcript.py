@@ -390,6 +390,7 @@ def shade(mark: Mark) -> str:
 class Gutter(Widget):
     """One column at the left edge of a transcript."""
 
+    ALLOW_SELECT = False  # its marks are no part of a text that is selected beside it
     DEFAULT_CSS = "Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }"
 
     def __init__(self, transcript: Transcript) -> None:
