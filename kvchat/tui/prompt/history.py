@@ -28,7 +28,7 @@ class PromptHistory:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._steps_back = 0
-        self._draft = ""
+        self._edited: dict[int, str] = {}  # by the steps back to it; 0 is the draft
 
     @cached_property
     def entries(self) -> list[str]:
@@ -41,6 +41,7 @@ class PromptHistory:
             OSError: the file cannot be written; the prompt is remembered in memory.
         """
         self._steps_back = 0
+        self._edited.clear()
         if len(text) <= MAX_CHARACTERS and self.entries[-1:] != [text]:
             self.entries.append(text)
             if self.path:
@@ -48,19 +49,20 @@ class PromptHistory:
 
     def older(self, current: str) -> str | None:
         """The entry before the one shown; None at the oldest."""
-        if self._steps_back == len(self.entries):
-            return None
-        if self._steps_back == 0:
-            self._draft = current
-        self._steps_back += 1
-        return self.entries[-self._steps_back]
+        return self._step(1, current)
 
-    def newer(self) -> str | None:
+    def newer(self, current: str) -> str | None:
         """The entry after the one shown; the last is the draft, and None follows it."""
-        if self._steps_back == 0:
+        return self._step(-1, current)
+
+    def _step(self, step: int, current: str) -> str | None:
+        """Go to another entry, as edited since the last prompt was sent; ``current`` is what is written now."""
+        back = self._steps_back + step
+        if not 0 <= back <= len(self.entries):
             return None
-        self._steps_back -= 1
-        return self.entries[-self._steps_back] if self._steps_back else self._draft
+        self._edited[self._steps_back] = current
+        self._steps_back = back
+        return self._edited.get(back, self.entries[-back])
 
 
 def _save(path: Path, text: str) -> None:

@@ -280,7 +280,7 @@ class Prompt(TextArea):
         """Move down; at the last line show the newer prompt."""
         if select or not self.cursor_at_last_line:
             super().action_cursor_down(select)
-        elif (entry := self.prompts.newer()) is not None:
+        elif (entry := self.prompts.newer(self.text)) is not None:
             self._show(entry)
 
     async def _on_key(self, event: events.Key) -> None:

@@ -34,7 +34,8 @@ def test_walking_back_and_forth_keeps_the_draft():
     for text in ("one", "two", "two"):
         history.add(text)
     assert [history.older("draft"), history.older("two"), history.older("one")] == ["two", "one", None]
-    assert [history.newer(), history.newer(), history.newer()] == ["two", "draft", None]
+    assert [history.newer("one, edited"), history.newer("two"), history.newer("draft")] == ["two", "draft", None]
+    assert [history.older("draft"), history.older("two")] == ["two", "one, edited"]
 
 
 def test_a_file_keeps_multi_line_prompts_and_survives_damage(tmp_path):
