@@ -210,10 +210,12 @@ def shown(app, selector: str) -> str:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words")
     async with running(size=size) as (app, _pilot, until):
-        await ask(app, "hello")
+        await ask(app, "What is in @a.txt?")
         press(app, "f8")
         await until(lambda: opened(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
+        assert shown(app, "#question") == "[a.txt · 6 B]\nWhat is in a.txt?"
         said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
         await until(lambda: shown(app, "#answers Static") == said)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)

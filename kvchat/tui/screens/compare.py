@@ -16,6 +16,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from kvchat.conversations import comparison
+from kvchat.conversations.attachments import folded
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, label
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
@@ -79,7 +80,7 @@ class CompareScreen(Dialog):
             self.refresh_bindings()
 
     def draw(self, shown: RunningComparison) -> None:
-        self.query_one("#question", Static).update(visible(shown.question.strip()))
+        self.query_one("#question", Static).update(visible(folded(shown.question).strip()))
         answers = self.query("#answers Static").results(Static)
         if shown.result:
             shared = first_difference(shown.result.runs)
