@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, line: str, measurement: ModuleType) -
 
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
-CHOICE = ModelChoice("there", "cpu", "float16", "int8")
+CHOICE = ModelChoice("there", "cpu", "float16", quantize="int8")
 # The measurement, its options, and the settings that come of them.
 COMMANDS = [
     (
