@@ -37,7 +37,8 @@ DRAFTED = ", draft=window"
 # Reached share of a data sheet's rates: an H200 read 4,265 of 4,800 GB/s and copied 54.5 of 63.0 from pinned memory.
 REACHED = 0.87
 # Measured time divided by computed time on that H200: an 8B model in bfloat16 after 32,768 tokens, budget 2,080, of
-# which a quarter was new at each step. Full that read from RAM staged nothing then: 1.09 times the sum of both reads.
+# which a quarter was new at each step. Full mode that read from RAM staged nothing then, and took 1.09 times the sum of
+# both reads.
 MEASURED = {
     REFERENCE: 1.29,
     FreezeParameters.name: 1.68,

@@ -30,8 +30,8 @@ class Detokenizer:
     """Decodes one sequence of ids incrementally, without control tokens.
 
     The joined pieces equal ``tokenizer.decode(ids, skip_special_tokens=True)``, whatever bytes the ids stand for.
-    One-byte tokens are held until another token comes, because one wrong byte makes its neighbors unreadable. Each step
-    decodes the ids since the last piece but one.
+    One-byte tokens are held until a longer one comes, because one wrong byte makes its neighbors unreadable. Each step
+    decodes the ids of the last piece and those since.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

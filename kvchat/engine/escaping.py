@@ -22,7 +22,7 @@ EDGE = "\ufdd2"  # a Unicode noncharacter, never found in real text, without cas
 _NUMBERED = re.compile(f"{EDGE}([0-9]+){EDGE}")
 THOUGHT_END = "</think>"
 _THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
-# What templates search for in messages, and which changes how they render: it stays outside the placeholders.
+# Text that templates search for in messages to decide how to render them: it stays outside the placeholders.
 _LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
 

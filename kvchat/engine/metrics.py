@@ -121,7 +121,7 @@ class AnswerMetrics:
 class MetricsCollector:
     """Reads a KV manager and the recurrent state; ``weight_bytes`` and ``context`` are the model's.
 
-    ``elsewhere`` maps the other GPUs, which hold no K/V, to their share of the weight bytes.
+    ``elsewhere`` maps the names of the other GPUs, which hold no K/V, to the bytes of weights on them.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ class ModeSwitcher:
         """Enter ``mode`` and remember ``changes`` for later modes; return the bytes moved to the device.
 
         With ``auto`` kvchat chooses modes from now on; any other mode turns that off. Without a ``mode``, the changes
-        apply to the current one, or to auto if it is on and has these parameters, and auto chooses again. Changes for
-        auto may contain those of other modes under the mode's name.
+        apply to the current one, or to auto if it is on and has these parameters; auto, if on, then chooses again.
+        Changes for auto may contain those of other modes under the mode's name.
 
         Raises:
             UsageError, DoesNotFitError: it cannot be entered; the old mode stays.

@@ -5,7 +5,7 @@ shows the shapes of its K/V and recurrent state. Only the headers of the weight 
 
 In each mode, precision of the weights is given up before the mode is. First comes full mode with all K/V on the device,
 then a mode that retrieves, then that mode with smaller budgets. Then comes full mode that for every token reads over
-PCIe what does not fit on the device, gigabytes in a long conversation; last, streaming, which forgets most of it.
+PCIe what does not fit on the device, gigabytes in a long conversation. Streaming, which forgets most of it, is last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
 
     Raises:
         ModelError: the model cannot be found or run; UsageError: the device, dtype or a parameter is unknown, or the
-            context exceeds the model's.
+            context is not from 1 to the model's.
     """
     if load.split == "heads" and load.gpus > 1:
         raise UsageError(
@@ -195,7 +195,7 @@ def _context(seen: Observed, asked: int | None) -> int:
 
 def _stored_need(plan: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
     """Return the memory that the current conversation needs with the planned model, and the room for it."""
-    # The same as a loaded model, which keeps a margin of the memory that its weights left.
+    # A loaded model, too, reserves the margin from the memory that its weights leave.
     room = available.usable(plan.device_free - plan.on_device(_asked_weights(plan, load)) - plan.state)
     read = mode_need(in_use.mode, load, seen, in_use.device_room - 1, plan.host_share, room).device_bytes
     pool = seen.geometry.layers * layer_bytes(seen.geometry, in_use.exact_room, in_use.rounded_room)

@@ -2,7 +2,7 @@
 
 Opening another conversation parks the current one. A conversation that is reopened, or starts like a stored one, reuses
 the longest parked or saved prefix: the mode fills its slots from it, and only the rest is prefilled. After an answer a
-thread writes the new pages, one at a time. Anything that changes the stored K/V interrupts it and saves again
+thread writes the new pages, one at a time. Anything that changes the stored K/V interrupts the thread and saves again
 afterwards; a single step only pauses it, and its token is written with the next save. Each conversation has its own
 file, which names the model that computed its K/V. Beyond a size limit the least recently used files are deleted.
 """
@@ -147,13 +147,13 @@ class PrefixCache(Released):
         if conversation is None:
             conversation = self._continued(text, is_text(turns))
             if conversation == self.current:
-                self._truncate(self._common(self._loop.stored, text))  # now, because the answer's mode may not fit all
+                self._truncate(self._common(self._loop.stored, text))  # first: the answer's mode may not hold the rest
                 return
         common = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # makes room to park the current one
         yield from self._park()
-        self.current, self._loop.stored.saved = "", 0  # nobody's until the prefix is adopted
+        self.current, self._loop.stored.saved = "", 0  # no conversation's until the prefix is adopted
         self._loop.metrics.leave()
         if conversation:
             try:
@@ -302,7 +302,7 @@ class PrefixCache(Released):
     def _usable(self, source: Source, text: str, own: bool) -> Source:
         """Return ``source`` cut to the prefix that it shares with ``text`` and from which the model can continue.
 
-        Quantized tokens can be used by their ``own`` conversation, and by others while pages are quantized.
+        Quantized tokens can be used by their ``own`` conversation, and by others only while pages are quantized.
         """
         tokens = self._common(source.stored, text)
         if not (own or self._kv.state.quantizes):

@@ -47,7 +47,7 @@ OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template
 LONGEST_TAG = 80  # characters, with the white space after it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
-KEPT_RESTS = 8  # cached tokenizations of unmatched ends of texts, which most stored conversations have in common
+KEPT_RESTS = 8  # cached tokenizations of unmatched ends: with most stored conversations a text has the same one
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
 KEPT_TIMES = 64  # cached start times of conversations
@@ -302,7 +302,7 @@ class PromptEncoder:
     def _began_at(self, turns: Sequence[Turn]) -> datetime:
         """Return when a conversation began or, if unknown, when its first question was first seen.
 
-        The template gets no later time, because a changed date would force the conversation to be processed again.
+        The template always gets this time, because a changed date would force the conversation to be processed again.
         """
         asked = next((turn for turn in turns if turn.role == "user"), USER[0])
         with suppress(OverflowError, ValueError, OSError):  # not a valid date

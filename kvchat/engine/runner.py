@@ -4,6 +4,7 @@ The first step of a kind runs eagerly, as the warm-up that a capture needs. The 
 then on, so that the CPU launches one graph per token. ``KVManager.graph_key`` tells kinds apart: by the mode, its kind
 of step, and the addresses of its tensors. After slots grow or the mode switches, the next two steps warm up and capture
 again. A step that cannot be captured runs eagerly, and ``refusal`` says why.
+
 The memory of a prefill besides weights and K/V depends on layer widths, intermediate results that the model's code
 keeps, experts and quantized weights. It is proportional to the tokens, so two short forward passes measure it.
 """
@@ -291,7 +292,7 @@ class ModelRunner:
         """Read the stored tokens at ``positions`` at every step, whatever the mode chooses.
 
         Raises:
-            DoesNotFitError: they do not fit besides what the mode keeps; the earlier pins remain.
+            DoesNotFitError: they do not fit together with what the mode keeps; the earlier pins remain.
         """
         with torch.inference_mode(), explained(self.kv, "pinning"):
             self.kv.pin(positions)

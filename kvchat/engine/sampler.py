@@ -128,7 +128,7 @@ class Sampler:
             self._seen[torch.as_tensor(ids, dtype=torch.int64, device=self._seen.device)] = True
 
     def weights(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return relative probabilities [n] and their tokens [n], or None for all tokens in order.
+        """Return relative probabilities [n] and their tokens [n], which are None for all tokens in order.
 
         ``scores`` [vocab] are logits minus their maximum, so the largest weight is 1. Not for greedy sampling.
         """

@@ -316,7 +316,7 @@ class Session(Released):
     def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
         """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
 
-        Afterwards the stored tokens, the mode and its parameters are as before, even if it is canceled or fails.
+        Afterwards stored tokens, mode and parameters are as before, even if it is canceled, closed or fails.
 
         Raises:
             UsageError: the same as ``answer``, or a variant's mode or parameter is unknown.
@@ -420,7 +420,9 @@ class Session(Released):
             return self._loop.switched(switch)
 
     def rebuild(self) -> Iterator[Event]:
-        """Recompute exactly all K/V from the first token that was computed with reduced context.
+        """Recompute all K/V exactly, from the first token that was computed with reduced context.
+
+        Once 8-bit pages are turned off, the tokens in them count too.
 
         ``Prefilled``*, then one ``Rebuilt``; afterwards the K/V equal those of one prefill of all tokens.
 

@@ -1,7 +1,7 @@
 """A model's chat template: third-party code.
 
 transformers' sandbox keeps it from files and from changing its arguments. A template that never ends blocks the engine
-process: /stop ends the load that tests it first, /restart an answer.
+process: /stop ends a load, during which it is tested, and /restart ends an answer.
 """
 
 from __future__ import annotations

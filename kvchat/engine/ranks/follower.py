@@ -1,6 +1,6 @@
 """A follower, ``python -m kvchat.engine.ranks``: executes the leader's orders on its part of a model.
 
-The leader starts it and writes pickles to its stdin: first ``Begin``, then orders. It answers each order with None, or
+The leader starts it and writes pickles to its stdin: ``Begin``, then orders. The follower answers each with None, or
 with the error if the order was refused or memory ran out. ``FORWARDS`` are answered only on errors, because the ranks
 agree during a forward pass whether one of them failed. Any other error ends the process. It also ends when its stdin
 closes, even inside a collective operation that the leader will never join.
@@ -132,7 +132,7 @@ def main() -> None:
     except KvchatError as error:
         sys.exit(f"kvchat: rank {begin.rank.number}: {error}")
     finally:
-        shutil.rmtree(meeting, ignore_errors=True)  # a forward pass may fail before it is seen that the leader ended
+        shutil.rmtree(meeting, ignore_errors=True)  # a forward pass may fail before the leader's end is noticed
 
 
 def _execute(follower: Follower, order: Order, stdout: BinaryIO) -> None:
