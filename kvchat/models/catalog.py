@@ -179,7 +179,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of the loaded weights. ``quantize`` is the mildest quantization that makes them fit; None if none does."""
+    """Bytes of the loaded weights. ``quantize`` is the mildest quantization in which they fit, or None."""
 
     needed: int
     quantize: str | None

@@ -1,10 +1,10 @@
 """Locate the files of a model, download them from the hub, check that they are complete and read their sampling.
 
 "bundled" is the model that ships with kvchat. A path names an existing folder or GGUF file. A name in ``NAMED`` is a
-file in kvchat's cache or in an installed package. Anything else is a repository on the Hugging Face hub, or
-REPOSITORY:FILE for a GGUF file in one, or REPOSITORY:Q4_K_M for the file in that quantization. The files are checked
-before any weight is read, and only the hub needs the network. If one field of the recommended sampling is out of range,
-all of it is ignored.
+file in kvchat's cache or in an installed package. Anything else is a repository on the Hugging Face hub, or in one a
+GGUF file (REPOSITORY:FILE) or the file in a quantization (REPOSITORY:Q4_K_M). The files are checked before any weight
+is read, and only the hub needs the network. If one field of the recommended sampling is out of range, all of it is
+ignored.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
 
 
 def _named_for(quantization: str) -> list[str]:
-    """Patterns of the names of GGUF files in a ``quantization``, such as Q4_K_M, in one part or in several."""
+    """Return patterns of the names of GGUF files in a ``quantization`` such as Q4_K_M, in one part or in several."""
     in_any_case = "".join(
         f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in quantization
     )
@@ -223,7 +223,7 @@ def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
 
 
 def sampling(generation_config: Any) -> Sampling:
-    """Return the sampling that ``generation_config`` recommends; else, or if a field is invalid, kvchat's own."""
+    """Return the sampling that ``generation_config`` recommends; kvchat's own if it has none or an invalid field."""
     named = _values_named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}

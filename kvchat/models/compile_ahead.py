@@ -54,7 +54,7 @@ def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
     if not stamp or any((folder / stamp).exists() for folder in folders):
         return
     folder = next(filter(_can_be_written, folders), None)
-    # Import in this thread, because numba changes the importing thread's number of threads.
+    # Import it in this thread: it starts numba's threads, and then restores torch's number of threads.
     if folder is None or cpu_ops.imported(cpu_ops.BASE) is None:
         return
     if _current:

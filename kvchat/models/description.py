@@ -213,9 +213,9 @@ def _read_config(location: ModelLocation) -> Any:
 def _complete_yarn(config: Any, is_extended: bool) -> None:
     """Apply the parts of YaRN's scaling that transformers ignores, as vLLM does.
 
-    ``attn_factor`` multiplies YaRN's own attention factor: it is 0.878 for DeepSeek-R1-0528-Qwen3-8B, whose attention
-    scale so becomes 1. The context is the original one times the factor, because Qwen's model cards tell people to add
-    the scaling, but not to change the context. A GGUF file's context ``is_extended`` already.
+    ``attn_factor`` multiplies YaRN's own attention factor: it is 0.878 for DeepSeek-R1-0528-Qwen3-8B, which makes the
+    attention scale 1. The context becomes the original one times the factor, because Qwen's model cards say to add the
+    scaling, but not to change the context. A GGUF file's context already ``is_extended``.
     """
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

@@ -18,7 +18,7 @@ import torch
 
 from kvchat.kv.ops.numba.loops import compiled
 
-FEWEST = 4096  # blocks per thread that pay off
+FEWEST = 4096  # fewest blocks that are worth a thread
 Array = np.ndarray[Any, Any]
 NO_NAN = {"nnan", "nsz"}  # lets LLVM vectorize comparisons; arithmetic stays exact
 

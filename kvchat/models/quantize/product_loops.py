@@ -231,7 +231,10 @@ def _by_fours(
 
 
 def _four_bit_rows(width: int) -> Any:
-    """Return the product of 2 * ``width`` rows in torch's layout: byte i of a column has rows i and ``width`` + i."""
+    """Return the product of 2 * ``width`` rows in torch's layout.
+
+    Byte i of a column holds the level of row i in its lower half, and that of row ``width`` + i in its upper half.
+    """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(

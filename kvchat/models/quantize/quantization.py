@@ -203,7 +203,7 @@ def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
 
 
 def multiply_on_cpu(model: Any) -> None:
-    """Make ``int8_rows`` multiply int8 weights on a CPU, and the head if the layers are packed; nf4 keeps the dtype.
+    """Make ``int8_rows`` multiply int8 weights on a CPU, and pack the head if the layers are; nf4 keeps the dtype.
 
     bitsandbytes would round nf4 to bfloat16 on CPUs that multiply it, and fail if rows are not a multiple of 32.
     """

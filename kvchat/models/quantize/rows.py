@@ -312,7 +312,7 @@ def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
 
 @cache
 def _blocks(rows: int) -> int:
-    """Return the number of blocks: a power of two, at least ``BLOCKS`` and the threads unless ``rows`` needs fewer."""
+    """Return the number of blocks: a power of two, at least ``BLOCKS`` and the threads if that divides ``rows``."""
     blocks = BLOCKS
     while blocks < torch.get_num_threads():
         blocks *= 2
