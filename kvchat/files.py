@@ -49,7 +49,7 @@ def load(path: Path, limit: int | None = None) -> bytes:
 
 
 def limited(raw: bytes, limit: int, name: str) -> bytes:
-    """Return ``raw``, the file ``name`` read with a limit of one byte more than ``limit``.
+    """Return ``raw``, the beginning of the file ``name``, of which at most ``limit`` + 1 bytes were read.
 
     Raises:
         DoesNotFitError: it has more than ``limit`` bytes.

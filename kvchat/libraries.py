@@ -41,7 +41,7 @@ BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
 
 def command(*packages: str, again: bool = False) -> str:
-    """Return the shell command that installs ``packages`` (requirements) in kvchat's environment, ``again`` if set."""
+    """Return the shell command that installs or reinstalls ``packages`` (requirements) in kvchat's environment."""
     names, prefix = shlex.join(packages), Path(sys.prefix)
     if (prefix / "pipx_metadata.json").is_file() and shutil.which("pipx"):
         return f"pipx inject {'--force ' * again}{shlex.quote(prefix.name)} {names}"

@@ -90,7 +90,7 @@ class Forced:
         }
 
     def _of_full(self, number: int) -> Tensor:
-        """Return full's logits before and after each decoded token, ``[tokens + 1, vocab]``; the last is cached."""
+        """Return full's logits before and after each decoded token, ``[tokens + 1, vocab]``; cache the last."""
         if self._exact is None or self._exact[0] != number:
             ids, context = self.texts[number].ids, self.settings.context
             logits = self.walk.begin(ids[:context], FullParameters(), self.settings.tokens)

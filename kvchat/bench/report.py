@@ -54,7 +54,7 @@ def figure(name: str, digits: int = 0, unit: str = "") -> Callable[[Mapping[str,
 
 
 def share(name: str, digits: int = 0) -> Callable[[Mapping[str, Any]], str]:
-    """Return a cell with the share ``name`` of a row in percent."""
+    """Return a function that formats the share ``name`` of a row in percent."""
     return lambda row: units.MISSING if row.get(name) is None else f"{100 * row[name]:.{digits}f} %"
 
 
@@ -63,7 +63,7 @@ def size(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def interval(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return a cell with the interval of shares ``name`` of a row in percent."""
+    """Return a function that formats the interval of shares ``name`` of a row in percent."""
     return lambda row: units.MISSING if not row.get(name) else " – ".join(f"{100 * each:.0f}" for each in row[name])
 
 
@@ -234,7 +234,7 @@ def _parts(result: Result) -> list[Table]:
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
-    """Return a cell with a measured or published figure, or an empty one."""
+    """Return a function that formats a measured or published figure, empty if there is none."""
 
     def cell(row: Row) -> str:
         value = row[side].get(key)

@@ -1,6 +1,6 @@
 """Times of decoded tokens, and their circumstances: hardware, versions, peak memory, and load by other processes.
 
-A variant is anything that decodes. Other programs' load varies, so a time means nothing without it.
+A variant is anything that decodes. The load by other programs varies, so a time means nothing without that load.
 """
 
 from __future__ import annotations

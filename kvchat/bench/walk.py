@@ -135,7 +135,7 @@ class Walk:
             return torch.stack([inspect.covered(self._state, layer) for layer in range(self.model.layers)])
 
     def coverable(self) -> Tensor:
-        """Return ``[3, layers, H]``: ``covered``, and the coverage by as many best pages or tokens."""
+        """Return shares ``[3, layers, H]``: ``covered``, and those of as many tokens chosen by page, and one by one."""
         with torch.inference_mode():
             found = []
             for layer in range(self.model.layers):

@@ -120,7 +120,7 @@ class StoreError(KvchatError):
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A conversation in a list. A search adds the ``message`` found and an ``excerpt``, its words between ``MARK``."""
+    """A conversation in a list. A search adds the ``message`` found and an ``excerpt``, with words between ``MARK``."""
 
     id: str
     title: str
@@ -461,7 +461,7 @@ def _is_unindexed(word: str) -> bool:
 
 
 def _match(words: list[str], is_last_prefix: bool) -> str:
-    """Return an FTS5 query for every word, in any case and Unicode form; the last may be a prefix."""
+    """Return an FTS5 query for every word, in any case and Unicode form; the last a prefix if ``is_last_prefix``."""
     queries = []
     for number, word in enumerate(words, 1):
         end = "*" if is_last_prefix and number == len(words) else ""

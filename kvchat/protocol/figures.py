@@ -282,7 +282,7 @@ class Snapshot:
         ribbon: a letter of ``RIBBON`` for each cell of ``cell_tokens`` stored tokens.
         attended: a digit 0-9 for each cell: the share of its (layer, head, token) triples that the last step read.
         coverage: the current answer's, as in ``Stats``.
-        recall_ms_p50: percentiles over an answer's last 256 steps of the time to copy; ``exposed_ms_*``: to wait.
+        recall_ms_p50: percentiles of the copy time in an answer's last 256 steps; ``exposed_ms_*``: of the wait.
         recall_bytes_per_s: the rate since the last snapshot.
         extras: figures of the current mode only, in display order.
         prices: of the other modes.

@@ -17,7 +17,7 @@ from kvchat.errors import UsageError
 from kvchat.paths import BUNDLED
 from kvchat.protocol.figures import Count, Params, Planned, Run, Snapshot, Stats
 
-Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # of weights; auto keeps packed files packed
+Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # of weights; auto keeps those of packed files about as small
 Split = Literal["layers", "heads"]  # what each of several GPUs gets: some layers, or some heads of every layer
 HostDtype = Literal["model", "int8"]  # of full pages in the host pool: the model's number format, or 8 bits
 TEMPERATURE = 0.7  # for models that recommend none
@@ -141,8 +141,8 @@ class Chat:
 
     Attributes:
         turns: end with a user turn, or with an assistant turn to continue.
-        conversation: its id; "" if its K/V are not stored afterwards, None for the stored conversation that the turns
-            continue, or a new one.
+        conversation: its id; "" if its K/V are neither parked nor saved, None for the stored conversation that the
+            turns continue, or a new one.
         variant: the mode to answer in; None keeps the current one.
         template_args: as in ``SetTemplateArgs``; None keeps the current ones.
         is_final: send text only when recovery can no longer withdraw it.

@@ -207,7 +207,7 @@ async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
         return Server(OLLAMA, address, _of_ollama(listed, running))
     if studio.get("data") or (await _get(http, f"{address.root}/api/v1/models")).get("models"):
         return Server(LM_STUDIO, address, _of_lm_studio(listed, studio))
-    names_owners = all("owned_by" in entry for entry in listed)  # mlx_lm.server, of the same health, does not
+    names_owners = all("owned_by" in entry for entry in listed)  # mlx_lm.server, whose health is the same, does not
     kind = TRANSFORMERS if health == {"status": "ok"} and names_owners else OTHER
     return Server(kind, address, tuple(map(_model, listed)))
 
@@ -216,7 +216,7 @@ Found = Server | tuple[str, KvchatError]
 
 
 async def find(addresses: Iterable[str]) -> list[Found]:
-    """Return the servers at several addresses; without a server, the address and the error."""
+    """Return the server at each address, or the address and the error."""
     return list(await asyncio.gather(*map(_probe, addresses)))
 
 

@@ -1,7 +1,7 @@
 """The engine behind the server, in its own process, and the queue of requests for it.
 
 The application starts the same child process. If it crashes, the server reports that and starts another, which prefills
-unsaved tokens again. If a client disconnects, its request leaves the queue, or its answer ends after this token.
+unsaved tokens again. If a client disconnects, its request leaves the queue, or its answer ends after the current token.
 """
 
 from __future__ import annotations
