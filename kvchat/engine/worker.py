@@ -187,7 +187,7 @@ class Server:
                     raise EngineError("The engine cannot read a command.", reason, "Install kvchat again.")
 
     def _load(self, command: Load) -> None:
-        """Load another model. The old one stays until that succeeds, or is loaded again if both do not fit."""
+        """Load another model; unload the old one first only if both do not fit, and load it again after a failure."""
         # The first load takes seconds before the loader can report anything.
         needs_torch = self._session is None and not is_server(command.model)
         self._outbox.send(Loading("starting PyTorch" if needs_torch else f"loading {command.model}"))
@@ -242,7 +242,7 @@ class Server:
         self._outbox.send(planned)
 
     def _work(self, begin: Callable[[Any], Iterator[Event]]) -> None:
-        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it as soon as it was requested."""
+        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it once it is requested."""
         session = self._loaded()
         self._answering = True
         try:
