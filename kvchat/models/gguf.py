@@ -100,7 +100,7 @@ def fed(file: GgufFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def under_their_names() -> Iterator[None]:
-    """Keep transformers from renaming weights in this block: they have its names, and collecting the rules takes 0.1 s."""
+    """Keep transformers from renaming weights in this block: they have its names, and collecting rules takes 0.1 s."""
     from transformers import conversion_mapping
 
     own = conversion_mapping.get_checkpoint_conversion_mapping
