@@ -84,7 +84,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Suggest the nearest known word, if any, and list all words unless there are more than ``MANY``."""
+    """Suggest the nearest known word, and list all if there is none near or there are at most ``MANY``."""
     words = sorted(known)
     near, listed = nearest(str(given), words), f"Known: {', '.join(words) or 'none'}."
     if not near:

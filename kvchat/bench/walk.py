@@ -147,7 +147,7 @@ class Walk:
 
 
 def tokens_read(session: Session) -> float:
-    """Return how many stored tokens the last decoded token read, averaged over heads; waits for the device."""
+    """Return how many stored tokens the last token read, averaged over layers and KV heads; waits for the device."""
     layers = range(session.info.layers)
     return statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers)
 

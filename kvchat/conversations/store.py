@@ -257,7 +257,7 @@ class ConversationStore:
             return [Summary(**dict(row)) for row in rows]
 
     def search(self, text: str, limit: int = LISTED) -> list[Summary]:
-        """Return conversations whose title contains ``text``, or with a message that has all its words, in any case.
+        """Return conversations whose title contains ``text``, or with a message that has all of its words, in any case.
 
         The last word may be a prefix. Signs, and words that the index does not split, match anywhere in a message.
         """
