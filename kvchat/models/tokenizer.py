@@ -150,7 +150,10 @@ def build(file: GgufFile, name: str) -> Built:
     vocabulary = _Vocabulary(file, name)
     built, notes = vocabulary.tokenizer()
     named = {key: vocabulary.tokens[id] for key, id in vocabulary.special.items()}
-    wrapped = GgufTokenizer(built, chat_template=_template(file) or None, **named)
+    template, start = _template(file), vocabulary.start
+    if template and start and not ("bos_token" in template or start in template):
+        template = "{{- bos_token }}" + template  # llama.cpp begins chats with it too; transformers would not
+    wrapped = GgufTokenizer(built, chat_template=template or None, **named)
     return Built(wrapped, tuple(notes))
 
 
@@ -190,11 +193,16 @@ class _Vocabulary:
         else:
             built, notes = self._sentencepiece(ids), []
         self._add_special(built)
-        bos = self.special.get("bos_token")
-        if bos is not None and self._flag("add_bos_token", self.kind == SPM or self.pre in BEGIN):
-            start = self.tokens[bos]
-            built.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[(start, bos)])
+        if start := self.start:
+            special = [(start, self.special["bos_token"])]
+            built.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=special)
         return built, notes
+
+    @property
+    def start(self) -> str:
+        """The token that begins every text; "" for none."""
+        adds = "bos_token" in self.special and self._flag("add_bos_token", self.kind == SPM or self.pre in BEGIN)
+        return self.tokens[self.special["bos_token"]] if adds else ""
 
     def _byte_level(self, ids: dict[str, int]) -> tuple[Tokenizer, list[str]]:
         """Build a tokenizer that merges bytes, each written as a printable character."""

@@ -330,6 +330,21 @@ def test_control_tokens_of_phi_3_take_the_line_ends_behind_them(architecture, id
     assert built.encode("<|user|> a<|end|> a", add_special_tokens=False) == ids
 
 
+@pytest.mark.parametrize(
+    ("template", "adds", "count"), [("", True, 1), ("{{ bos_token }}", True, 1), ("<bos>", True, 1), ("", False, 0)]
+)
+def test_a_chat_begins_with_bos_once_where_texts_do(template, adds, count):
+    """As in llama.cpp, also if the template forgets it."""
+    file = file_of(
+        *bytes_and(("<bos>", CONTROL), ("<eos>", CONTROL)), bos_token_id=256, eos_token_id=257, add_bos_token=adds
+    )
+    file.values["tokenizer.chat_template"] = template + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    built = tokenizer_module.build(file, "m").tokenizer
+    ids = built.apply_chat_template([{"role": "user", "content": "a"}], return_dict=False)
+    assert ids.count(256) == count
+    assert (ids[0] == 256) == bool(count)
+
+
 def test_the_end_of_a_turn_is_an_end_too():
     built = build(*bytes_and(("<eos>", CONTROL), ("<end>", NORMAL)), eos_token_id=256, eot_token_id=257)
     assert built.tokenizer.encode("<end>", add_special_tokens=False) == [257]
