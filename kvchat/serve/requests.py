@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -68,7 +67,8 @@ def _joined(content: Any) -> Any:
 
 def _without_empty(stop: Any) -> Any:
     """Drop empty stop strings, which some clients send for none."""
-    return [text for text in ([stop] if isinstance(stop, str) else stop) if text != ""] if stop else None
+    listed = [stop] if isinstance(stop, str) else stop
+    return [text for text in listed if text != ""] if isinstance(listed, list) else listed
 
 
 def _only(value: Any) -> Any:
@@ -143,7 +143,8 @@ class Tool(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # its name in newer vLLM, mlx-lm and others, some of which send both
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Annotated[Any, only(reason=NO_FUNCTIONS)] = None
@@ -172,7 +173,8 @@ class Message(Body):
 
     def turn(self) -> Turn:
         """Return the message for the engine, with its thought before the content in tags, as a model writes it."""
-        thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
+        told = self.reasoning_content or self.reasoning
+        thought = f"{TAGS[0]}\n{told}\n{end_of(TAGS[0])}\n\n" if told else ""
         calls = [call.for_template() for call in self.tool_calls or ()]
         more: dict[str, Any] = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
         more = {name: value for name, value in more.items() if value}

@@ -141,9 +141,9 @@ def test_times_are_those_that_were_measured():
     assert timings(Stats(10, 10))["prompt_ms"] == 0.0
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_a_thought_that_comes_back_is_given_to_the_template(field):
-    said = {"role": "assistant", "content": "Paris.", field: "They ask."}
+@pytest.mark.parametrize("fields", [["reasoning_content"], ["reasoning"], ["reasoning", "reasoning_content"]])
+def test_a_thought_that_comes_back_is_given_to_the_template(fields):
+    said = {"role": "assistant", "content": "Paris.", **dict.fromkeys(fields, "They ask.")}
     asked = ChatRequest.model_validate({"messages": [*messages("Where?"), said, *messages("Sure?")]})
     turns = asked.turns(Defaults(system="Be brief."))
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]

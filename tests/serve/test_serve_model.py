@@ -359,6 +359,7 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"top_p": 2}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [5]}, "stop.0"),
+        ({"stop": 5}, "stop"),
         ({"mirostat": 2}, "mirostat"),
         ({"seed": -(2**70)}, "seed"),
     ],
