@@ -247,6 +247,8 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
         rope |= {"rope_type": "longrope", "long_factor": list(scaling.long), "short_factor": list(scaling.short)}
         rope |= {"original_max_position_embeddings": original, "attention_factor": scaling.attention}
         config.original_max_position_embeddings = original  # where Phi-3's code looks for it
+    elif scaling.kind == "longrope":
+        raise _refusal(name, "by longrope without its divisors")
     elif scaling.kind == "linear" and scaling.factor != 1:
         rope |= {"rope_type": "linear", "factor": scaling.factor}
     elif scaling.kind == "yarn" and scaling.factor != 1:

@@ -205,9 +205,16 @@ def test_gemmas_sliding_layers_are_not_scaled(tmp_path):
     assert rope["sliding_attention"]["rope_type"] == "default"
 
 
-def test_what_transformers_has_no_scaling_for_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="by divisors that are not Llama 3's"):
-        rope_of(tmp_path, tensors={"rope_freqs.weight": np.full(16, 3, np.float32)})
+@pytest.mark.parametrize(
+    ("kv", "tensors", "reason"),
+    [
+        ({}, {"rope_freqs.weight": np.full(16, 3, np.float32)}, "by divisors that are not Llama 3's"),
+        ({"scaling.type": "longrope"}, {}, "by longrope without its divisors"),
+    ],
+)
+def test_what_transformers_has_no_scaling_for_is_refused(tmp_path, kv, tensors, reason):
+    with pytest.raises(ModelError, match=reason):
+        rope_of(tmp_path, kv=kv, tensors=tensors)
 
 
 def test_phis_two_sets_of_divisors_are_longropes(tmp_path):
