@@ -117,7 +117,8 @@ def check_quantization(config: Any, name: str) -> None:
     """
     from transformers.utils.quantization_config import QuantizationMethod
 
-    section, method = own_section(config), own_method(config)
+    of_mlx = getattr(config, "quantization", None)  # the section's name in older models of MLX
+    section, method = own_section(config) or (of_mlx if isinstance(of_mlx, dict) else {}), own_method(config)
     if method == COMPRESSED and _has_several_schemes(section):
         raise ModelError(
             f"{name} is quantized in several ways at once.",
@@ -129,7 +130,7 @@ def check_quantization(config: Any, name: str) -> None:
         return
     raise ModelError(
         f"{name} is quantized in a way that transformers cannot read.",
-        f"Its config.json names the method {method}." if method else "Its config.json names no method.",
+        f"Its config.json names the method {method}." if method else "Its config.json names no method, as MLX does.",
         "Use a GGUF file of it, or the unquantized model with --quantize int4 or int8.",
     )
 

@@ -47,16 +47,17 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("quantized", "said"),
+    ("name", "quantized", "said"),
     [
-        ({"quant_method": "exl3", "bits": 4.0}, "exl3"),
-        ({"group_size": 64, "bits": 4, "mode": "affine"}, "method"),  # as MLX writes it
+        ("quantization_config", {"quant_method": "exl3", "bits": 4.0}, "exl3"),
+        ("quantization_config", {"group_size": 64, "bits": 4, "mode": "affine"}, "MLX"),
+        ("quantization", {"group_size": 64, "bits": 4}, "MLX"),
     ],
-    ids=["exl3", "mlx"],
+    ids=["exl3", "mlx", "older mlx"],
 )
-def test_what_transformers_would_read_as_not_quantized(quantized, said):
+def test_what_transformers_would_read_as_not_quantized(name, quantized, said):
     config = tiny_models.config("llama")
-    config.quantization_config = quantized
+    setattr(config, name, quantized)
     with pytest.raises(ModelError, match=rf"a/model.*{said}.*GGUF"):
         check_quantization(config, "a/model")
 
