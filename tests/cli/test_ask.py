@@ -357,6 +357,15 @@ def test_stdin_without_an_end_is_refused(run, monkeypatch):
     assert not lacks(outcome.err, "stdin", "100 B")
 
 
+def test_a_wait_for_the_end_of_stdin_is_told(monkeypatch):
+    receiving, sending = os.pipe()
+    monkeypatch.setattr(chat, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(chat, "note", lambda _text: os.close(sending))
+    with os.fdopen(receiving) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert chat.piped() == b""
+
+
 def _write_until_closed(pipe: Path) -> None:
     with pipe.open("wb", buffering=0) as file:
         try:
