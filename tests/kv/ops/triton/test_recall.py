@@ -1,7 +1,13 @@
-"""recall: the rows that stock torch operations move, bit for bit, no other, and counted alike."""
+"""recall: the rows that stock torch operations move, bit for bit, no other, and counted alike.
+
+Shapes and dtypes take turns, as bits are moved whatever they stand for; all of both in the long form of the grids.
+"""
+
+from itertools import product
 
 import pytest
 import torch
+from support.grids import thinned
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
@@ -33,10 +39,9 @@ def moved_alike(both, move):
     return expected.counters.tolist()
 
 
-@pytest.mark.parametrize("ctas", [1, 5])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pages(shape, dtype, ctas, device):
+@pytest.mark.parametrize(("case", "dtype"), thinned([*product(SHAPES, (1, 5))], [*TOLERANCE]), ids=str)
+def test_pages(case, dtype, device):
+    shape, ctas = case
     g = geometry_of(shape, dtype)
     heads = picked(ctas == 5, g.kv_heads)
     layout = Layout(0, LAYERS, 5, 20, pages=6, shared=False, heads=heads)
@@ -52,8 +57,7 @@ def test_pages(shape, dtype, ctas, device):
     assert still[0] == 3
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
 def test_tokens(shape, dtype, device):
     g = geometry_of(shape, dtype)
     heads = picked(dtype is torch.float16, g.kv_heads)
@@ -73,8 +77,7 @@ def test_tokens(shape, dtype, device):
     moved_alike(both, move)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
 def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
     g = geometry_of(shape, dtype)
     both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
@@ -145,8 +148,7 @@ def layouts(heads):
         yield [Layout(0, LAYERS, 0, 80, heads=some), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
 def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, device):
     g = geometry_of(shape, dtype)
     for places in layouts(g.kv_heads):
@@ -166,8 +168,7 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
             assert torch.equal(measured, expected)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
 def test_bounds_widen(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = (PageBounds(g, device) for _ in range(2))

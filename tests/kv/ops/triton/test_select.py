@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.grids import thinned
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
@@ -19,8 +20,7 @@ def ops_of(shape, device, dtype=torch.float32):
     return [side.ops for side in sides(geometry_of(shape, dtype), device, exact=True)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
 def test_page_scores(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = sides(g, device, tokens=290, exact=True)
@@ -36,8 +36,7 @@ def test_page_scores(shape, dtype, device):
     assert_near(scores[:, :, :full], exact, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
 def test_heads_to_correct(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = ops_of(shape, device, dtype)
