@@ -24,7 +24,7 @@ def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
     assert not attended(run.kv.state, 2).all(), "something is dropped"
     run.pin([9, 10, 40, 100, 101])
     run.prefill(11)
-    run.step(25)
+    run.step(10)
     run.truncate(150)
     run.step(12)
     run.check()
@@ -36,7 +36,9 @@ def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
     assert run.kv.mode.report().stats["recent"] == 80
 
 
-@pytest.mark.parametrize("row", COMPARED)
+@pytest.mark.parametrize(
+    "row", ["quest", "arkvale", "shadowkv", "raas", "razor", "h2o"]
+)  # those that drop in an answer
 def test_a_step_that_drops_something_is_not_exact(row):
     run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1)).begun(20)
     for _ in range(90):

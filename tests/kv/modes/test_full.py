@@ -26,10 +26,11 @@ def steps(one, ids):
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *tiny_models.HYBRID[:1]])
 def test_every_architecture_answers_as_if_all_were_resident(name, monkeypatch):
-    in_place = runner_of(loaded(name))
+    model = loaded(name)
+    in_place = runner_of(model)
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
     monkeypatch.setattr("support.tiny_runner.geometry_of", runner.geometry_of)
-    everyone = [in_place, runner_of(loaded(name)), runner_of(loaded(name), resident=RING)]
+    everyone = [in_place, runner_of(model), runner_of(model, resident=RING)]
     as_on_a_gpu(everyone[2].kv)
     ids = token_ids(200)
     for act, low, high in ((prefilled, 0, RING - 4), (steps, 60, 70), (prefilled, 70, 126), (steps, 126, 131)):
