@@ -22,10 +22,8 @@ from kvchat.models.load import load_model
 from kvchat.models.support import check_quantization, check_tensors, model_class, unreadable
 from kvchat.protocol.messages import Load
 
-VALID = [
-    *("llama", "qwen2", "qwen3_moe", "mixtral", "phi3", "gemma2", "gemma3", "gemma3n", "gpt_neox", "gpt_oss", "cohere"),
-    *("glm4", "stablelm", "ernie4_5", "nanochat", "gpt2", "opt", "deepseek_v3", "granite", "nemotron"),
-]
+# Of those that test_plan does not load, one of each way to name or join tensors.
+VALID = ["mixtral", "phi3", "gemma3n", "gpt_neox", "opt", "nanochat"]
 
 
 def loaded(folder, **changes):
@@ -126,7 +124,7 @@ def test_a_models_own_weights_belong_to_it(saved, name):
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        *((name, "num_hidden_layers") for name in ("llama", "qwen3_moe", "phi3", "gpt_neox", "opt", "deepseek_v3")),
+        *((name, "num_hidden_layers") for name in ("llama", "qwen3_moe", "gpt_neox", "deepseek_v3")),
         ("gpt2", "n_layer"),
     ],
 )

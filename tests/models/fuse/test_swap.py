@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models
+from support.grids import thinned
 from torch import nn
 
 from kvchat.models import attention_hook
@@ -95,8 +96,11 @@ def test_recognized_by_structure_and_the_same_afterwards(name, fused):
     assert bool(forwards(model)) == bool(fused)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    thinned(["llama", "olmo2", "gpt_oss", "mixtral"], [torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_half_precision_takes_the_same_path(name, dtype):
     """OLMo's angles are float32 in any dtype, as are the norms of gpt-oss; a mixture's tokens change experts."""
     in_float32 = fuse(tiny_models.fresh(name), None)
