@@ -374,8 +374,8 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
     for each in (one, other):
         with torch.inference_mode():
             each.kv.state.quantize_pages(True)
-        prefilled(each, token_ids(156))  # the fourth step fills a page
-    same_steps(one, other, token_ids(6, seed=1))
+        prefilled(each, token_ids(157))  # the third step fills a page
+    same_steps(one, other, token_ids(4, seed=1))
     assert type(one.kv.state.ops).__name__ == "EightBitTritonOps"
     assert sum(one.kv.state.host.quantized) == one.kv.total // one.kv.state.geometry.page
     assert not one.graphs.refusal
@@ -401,7 +401,7 @@ def test_what_comes_late_is_waited_for(row):
 
 def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(monkeypatch):
     """No layer runs before it that could ask for it, while the choice for the next layer runs beside it."""
-    model, k = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=3), 24
+    model, k = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2), 24
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     assert attention_hook.install(model.model) == frozenset(range(1, model.layers))
     params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}

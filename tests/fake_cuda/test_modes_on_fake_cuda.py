@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 SHORT = (
     "change_no_bit and dtype0 and not (paper or reuse or quest or raas or h2o or falcon or lfm2 or granite)"
     " or staged and not gemma or the_cpu and not (gemma or joined and 1.0)"
-    " or (8_bit or pinned) and speculative or switches and reuse or (resident or guess) and bfloat16 or first_layer"
+    " or (8_bit or pinned) and speculative or switches and reuse or resident and bfloat16 or guess and 0.6"
+    " or first_layer"
 )
 LONG = (
     "change_no_bit and dtype0 or 8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident"
