@@ -76,16 +76,12 @@ def test_values_and_tensors(tmp_path):
         ([text("general.type", "mmproj")], "projector"),
         ([text("general.type", "imatrix")], "importance"),
         ([number("llama.pooling_type", 3)], "embedding"),
+        (None, "no weights"),  # a vocabulary alone
     ],
 )
 def test_what_is_no_language_model_is_named(tmp_path, values, says):
-    (tmp_path / "x.gguf").write_bytes(gguf_header(("a", (4,), 0), values=values))
+    (tmp_path / "x.gguf").write_bytes(gguf_header() if values is None else gguf_header(("a", (4,), 0), values=values))
     assert says in gguf_file.read(tmp_path / "x.gguf").no_model
-
-
-def test_a_vocabulary_alone_is_no_model(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(gguf_header())
-    assert "no weights" in gguf_file.read(tmp_path / "x.gguf").no_model
 
 
 def test_the_parts_of_a_split_model_are_read_as_one(tmp_path):

@@ -321,21 +321,16 @@ def test_a_file_is_no_model(folder):
         load_model(Load(str(folder / "config.json"), "cpu"), silent)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/models/x", "a/b/c", ""])
-def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
-    with pytest.raises(ModelError, match=f'folder "{name}"'):
-        load_model(Load(name, "cpu"), silent)
-
-
-@pytest.mark.parametrize("name", ["127.0.0.1:8080", "host:8000/v1"])
-def test_an_address_without_http_is_told_how_to_be_written(no_network, name):
-    with pytest.raises(ModelError, match="a server as http://"):
-        load_model(Load(name, "cpu"), silent)
-
-
-@pytest.mark.parametrize("name", ["./model.gguf", "model.gguf", "models/q4.gguf"])
-def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
-    with pytest.raises(ModelError, match=f'file "{name}"'):
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        *(('folder "{}"', name) for name in ("/nowhere/model", "./model", "~/models/x", "a/b/c", "")),
+        *(('file "{}"', name) for name in ("./model.gguf", "model.gguf", "models/q4.gguf")),
+        *(("a server as http://", name) for name in ("127.0.0.1:8080", "host:8000/v1")),
+    ],
+)
+def test_a_path_is_never_looked_for_on_the_hub(no_network, told, name):
+    with pytest.raises(ModelError, match=told.format(name)):
         load_model(Load(name, "cpu"), silent)
 
 

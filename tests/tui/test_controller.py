@@ -307,14 +307,16 @@ async def test_what_was_kept_for_several_of_auto_s_modes_goes_to_each_that_accep
     assert (chat.controller.state.later, chat.controller.state.awaiting) == ({}, {})
 
 
-async def test_a_preset_of_auto_keeps_what_was_asked_for_in_its_modes(chat):
+async def test_a_preset_of_auto_keeps_the_budget_and_what_was_asked_for_in_its_modes(chat):
     await chat.load(auto=FULL_BY_AUTO)
-    given = {"speculative": {"window": 64}, "auto": {"tokens_per_s": 5}}
+    given = {"speculative": {"budget": 512, "window": 64}, "auto": {"recovery": True}}
+    shared, own = {"budget": 512, "recovery": True}, {"speculative": {"window": 64}}
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1, given=given, auto=FULL_BY_AUTO))
+    assert chat.controller.state.conversation.params == shared | own
     chat.controller.save_preset("wide")
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1))
     chat.controller.use_preset(presets.find("wide"))
-    assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("auto", {"speculative": {"window": 64}})]
+    assert chat.client.sent == [Switch("auto", shared), Switch("auto", own)]
 
 
 async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
@@ -325,17 +327,6 @@ async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
     run("tokens_per_s", 5)
     run("draft", "lookup")
     assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("", {"draft": "lookup"})]
-
-
-async def test_a_preset_of_auto_keeps_the_budget(chat):
-    await chat.load(auto=FULL_BY_AUTO)
-    given = {"speculative": {"budget": 512}, "auto": {"recovery": True}}
-    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1, given=given, auto=FULL_BY_AUTO))
-    assert chat.controller.state.conversation.params == {"budget": 512, "recovery": True}
-    chat.controller.save_preset("quick")
-    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1))
-    chat.controller.use_preset(presets.find("quick"))
-    assert chat.client.sent[-1] == Switch("auto", {"budget": 512, "recovery": True})
 
 
 # ---- Where memory ran out commands are offered that take less of it
@@ -388,18 +379,12 @@ async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat
     assert chat.turns == ["one", "first"]
 
 
-async def test_where_something_else_failed_nothing_is_offered(chat):
+@pytest.mark.parametrize(("kind", "offered"), [("DoesNotFitError", []), ("ContextFullError", [("/mode streaming",)])])
+async def test_at_the_end_of_the_context_the_mode_that_has_none_is_offered(chat, kind, offered):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")
-    await chat.controller.handle(Failed("The prompt is too long.", kind="DoesNotFitError"))
-    assert chat.view.remedies == []
-
-
-async def test_at_the_end_of_the_context_the_mode_that_has_none_is_offered(chat):
-    await chat.load(mode="speculative", params={"budget": 512})
-    await chat.ask("hello")
-    await chat.controller.handle(Failed("The prompt is too long.", kind="ContextFullError"))
-    assert chat.view.remedies == [("/mode streaming",)]
+    await chat.controller.handle(Failed("The prompt is too long.", kind=kind))
+    assert chat.view.remedies == offered
 
 
 async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(chat, tmp_path):
