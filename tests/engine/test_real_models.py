@@ -34,14 +34,13 @@ def test_speculative_mode_finds_the_facts_that_full_attention_finds():
     """FreeKV's pages by bounds found two of six such of 1,000 tokens: nothing noticed until a real model was asked."""
     session = Session(real_model("smollm2"))
     right = {"full": 0, "speculative:budget=128": 0}
-    for number, depth in enumerate((0.0, 0.5, 0.9)):
+    for number, depth in enumerate((0.0, 0.5)):
         asked = case("fact", 600, depth, 2, f"told/{number}", session.model.tokenizer)
         for variant in right:
             session.enter(parsed(variant))
             right[variant] += asked.answer in answered(session, asked.turns, 24).text
     session.close()
-    assert right["full"] == 3
-    assert right["speculative:budget=128"] == 3
+    assert right == {"full": 2, "speculative:budget=128": 2}
 
 
 @pytest.mark.real_model("gemma3-270m")
