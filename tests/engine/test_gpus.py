@@ -1,7 +1,7 @@
 """A model whose layers are on two GPUs: what it computes, reads and takes is that of one."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -39,10 +39,14 @@ def halves(name: str = "llama", layers: int = 4) -> LoadedModel:
     return loaded(name, "cuda:0", places=(FIRST,) * half + (SECOND,) * half, num_hidden_layers=layers)
 
 
+@cache
+def whole_and_halves() -> tuple[LoadedModel, LoadedModel]:
+    return loaded("llama", "cuda:0", num_hidden_layers=2), halves(layers=2)
+
+
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
 def test_each_mode_computes_and_reads_the_same(row):
-    models = loaded("llama", "cuda:0", num_hidden_layers=2), halves(layers=2)
-    one, two = (ModelRunner(model, mode_of(model, row)) for model in models)
+    one, two = (ModelRunner(model, mode_of(model, row)) for model in whole_and_halves())
     ids = token_ids(150)
     assert torch.equal(prefilled(one, ids), prefilled(two, ids))
     same_steps(one, two, token_ids(3, seed=1))

@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+from functools import cache
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def side():
     return torch.cuda.Stream()
 
 
+@cache
 def llama(dtype: torch.dtype) -> LoadedModel:
     """One layer that may read everything and one behind it: the interpreter is slow."""
     return loaded("llama", "cuda", dtype, num_hidden_layers=2)
