@@ -323,9 +323,12 @@ async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(tal
     await pin(talk.controller, "none")
     assert len(talk.view.toasts) == 4
     assert talk.view.toasts[-2].startswith("Unpinned 2 ")
+    with pytest.raises(UsageError, match="system prompt"):
+        await pin(talk.controller, "system")
     talk.controller.set_system("be brief")
     await pin(talk.controller, "system")
     assert talk.client.sent[-1] == Switch("", {"pin_system": True})
+    assert "is pinned" in talk.view.notes[-1]
 
 
 @pytest.fixture

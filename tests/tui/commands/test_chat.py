@@ -12,7 +12,6 @@ from kvchat.protocol.messages import MAX_NEEDLE_TOKENS, Switch, Switched, Turn
 from kvchat.tui.commands.chat import (
     MIN_NEEDLE_TOKENS,
     code_blocks,
-    pin,
     search_needle,
     set_draft,
     set_tokens,
@@ -98,17 +97,6 @@ async def test_sampling_by_command(running):
         typed(app, "/set temp")
         await until(lambda: "temperature is 0.2. It takes a number from 0 to 100." in toasts(app))
         assert not app.chat.query(Problem)
-
-
-async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
-    await chat.load()
-    with pytest.raises(UsageError, match="system prompt"):
-        await pin(chat.controller, "system")
-    assert chat.view.notes == []
-    chat.controller.set_system("be brief")
-    await pin(chat.controller, "system")
-    assert chat.client.sent[-1] == Switch("", {"pin_system": True})
-    assert "is pinned" in chat.view.notes[-1]
 
 
 async def test_system_stats_theme_copy_panels(running):
