@@ -376,14 +376,15 @@ def test_packed_weights_are_fused_as_those_of_16_bits_are(tmp_path, monkeypatch,
     sizes = {"vocab_size": byte_tokenizer.SIZE, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
     tiny_models.fresh("llama", torch.bfloat16, **sizes).save_pretrained(tmp_path)
     byte_tokenizer.byte_level().save_pretrained(tmp_path)
-    launches, logits = {}, {}
-    for way in ("torchao's", "ours", "fused"):
-        with monkeypatch.context() as patch:
-            if way == "torchao's":
-                patch.setattr(quantization, "multiply_on_gpu", lambda model: None)
-            if way != "fused":
-                patch.setattr(modules, "fuse", lambda *_: modules.FusionReport())
-            model = load_model(Load(str(tmp_path), "cuda", "bfloat16", quantize=kind), lambda stage: None)
+    asked, launches, logits = Load(str(tmp_path), "cuda", "bfloat16", quantize=kind), {}, {}
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization, "multiply_on_gpu", lambda model: None)
+        patch.setattr(modules, "fuse", lambda *_: modules.FusionReport())
+        plain = load_model(asked, lambda stage: None)
+    fused = load_model(asked, lambda stage: None)
+    for way, model in (("torchao's", plain), ("ours", plain), ("fused", fused)):
+        if way == "ours":
+            quantization.multiply_on_gpu(plain.model)
         assert model.weights == kind
         assert int4_rows.unpacked_elements(model.model) == tiny_models.fresh("llama", **sizes).num_parameters()
         one = ModelRunner(model, mode_of(model, "streaming"))
@@ -393,7 +394,7 @@ def test_packed_weights_are_fused_as_those_of_16_bits_are(tmp_path, monkeypatch,
         before = gpu.order.number
         logits[way] = torch.stack([read, one.step(1)])
         launches[way] = gpu.order.number - before
-    assert (model.fused, model.notes) == ("norms, merged projections, rope, fused layers", ())
+    assert (fused.fused, fused.notes) == ("norms, merged projections, rope, fused layers", ())
     assert torch.equal(logits["torchao's"], logits["ours"])
     assert relative_error(logits["fused"], logits["ours"]) < 0.05
     assert launches["fused"] < 0.65 * launches["torchao's"], launches
