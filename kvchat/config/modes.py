@@ -26,7 +26,7 @@ MAX_COUNT = 10**12  # maximum number of tokens or steps: exceeds any conversatio
 # different modes are unrelated.
 SHARED = frozenset({"budget", "pin_system", "draft"})
 GROUP = "kvchat.modes"
-SHARE = 2  # at most half of the model's context may be pinned
+SHARE = 2  # at most 1 / SHARE of the model's context may be pinned
 PAGE_FIGURES = {
     "pages per head": "pages of 32 tokens that each KV head chooses, besides those it always reads",
     "candidate pages": "stored pages that it chooses from",
@@ -44,7 +44,7 @@ class ModeParameters(BaseModel):
     - ``figures``: the meaning of each metric that the mode reports, by its label; shown in help and panels.
     - ``tradeoff``: what is lost compared with full mode; shown when the mode is suggested.
     - ``for_comparison``: the mode is entered only by its name; F6 skips it and nothing suggests it.
-    - ``own``: shared parameters that apply here only if set for this mode, with a note that is shown when one is set.
+    - ``own``: shared parameters that apply here only if set for this mode, with their effect, shown when one is set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -127,7 +127,7 @@ class BudgetParameters(ModeParameters):
     """Modes in which a token attends to a limited number of tokens."""
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens per KV head that a token may attend to, sinks and window included (auto: context/32, 256 to 2048)"""
+    """tokens per KV head that a decoded token may attend to, with sinks and window (auto: context/32, 256 to 2048)"""
 
 
 class StreamingParameters(BudgetParameters, PaperParameters):
@@ -145,7 +145,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     tradeoff: ClassVar[str] = "everything between the first tokens and the window"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """C, the sum of sink, window and B: a token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    """C = sink + window + B; a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended to (auto: the system prompt, at least 4, at most a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
@@ -258,9 +258,9 @@ class FreezeParameters(PaperParameters):
     K: int = Field(32, ge=1)
     """sliding window: most recent tokens, never frozen"""
     floor: int | None = Field(None, ge=0)
-    """read at least this many tokens; beyond, the least relevant freeze first (auto: 400; profile=paper: 0)"""
+    """read at least this many tokens; above that, the least relevant freeze first (auto: 400; profile=paper: 0)"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that a token may attend to: others are forgotten; not shared with other modes (auto: no limit)"""
+    """tokens that a decoded token may attend to: others are forgotten; not shared with other modes (auto: no limit)"""
 
 
 class SyncParameters(BudgetParameters, PaperParameters):
@@ -280,9 +280,9 @@ class SyncParameters(BudgetParameters, PaperParameters):
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that a following head may attend to, with the most recent (auto: from mem, at least 64 besides those)"""
+    """tokens that a following head may attend to, recent ones included (auto: from mem, at least 64 besides those)"""
     mem: float | None = Field(None, gt=0, le=1)
-    """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more for 1 representative of 2)"""
+    """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more if over 1/4 of heads choose)"""
     clusters: int | None = Field(None, ge=1)
     """N_r: representative heads per layer (auto: from the calibration)"""
     representatives: Literal["retrieval", "centroid"] = "retrieval"
@@ -397,7 +397,7 @@ class H2OParameters(ComparedParameters):
 
 
 class AutoParameters(ModeParameters):
-    """Not a mode: ``kvchat.kv.auto`` then chooses one."""
+    """Not a mode: lets ``kvchat.kv.auto`` choose one."""
 
     name: ClassVar[str] = "auto"
     title: ClassVar[str] = "chooses the mode for you: the one closest to full that is fast enough"
@@ -454,7 +454,7 @@ def mode_names() -> list[str]:
 
 
 def grouped() -> dict[str, list[type[ModeParameters]]]:
-    """Return the classes of ``choosable`` by group title; the title of kvchat's own modes is empty."""
+    """Return the classes of ``choosable`` by group title, which is empty for all but modes for comparison."""
     offered, compared = (
         [cls for cls in choosable().values() if cls.for_comparison is is_compared] for is_compared in (False, True)
     )
@@ -476,7 +476,7 @@ def shared_by(mode: str) -> frozenset[str]:
 
 
 def accepting(parameter: str, value: Any) -> list[str]:
-    """Return the modes that have the parameter and accept the value, because ranges differ between modes."""
+    """Return the modes that have the parameter and accept the value; ranges can differ between modes."""
 
     def accepts(mode: str) -> bool:
         try:
@@ -553,7 +553,7 @@ def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Par
 
 
 def to_keep(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
-    """Return ``asked_for`` as a conversation or preset saves it; for auto, with its modes under their names."""
+    """Return ``asked_for`` as a conversation or preset saves it; for auto, with those of its modes, by name."""
     own = asked_for(mode, settings, given)
     entered = {name: asked_for(name, settings, given) for name in ENTERED_BY_AUTO if mode == AUTO}
     return own | {
@@ -602,7 +602,7 @@ def _check(cls: Any) -> None:
 
 
 def refuse_too_much(model: str, context: int, messages: int, system: int = 0) -> None:
-    """Check the number of pinned tokens, of ``messages`` and of the ``system`` prompt.
+    """Check the number of pinned tokens, of ``messages`` and of the ``system`` prompt together.
 
     Raises:
         TooMuchPinnedError: they leave too little of the model's context for everything else.
