@@ -1,4 +1,4 @@
-"""Attention over the slots (decode) and over all stored tokens (prefill), in torch.
+"""Attention over the slots (decode) and over all stored tokens (prefill): the torch reference.
 
 The query heads of a KV head are rows of one matrix, so that a step reads K and V once. On a CPU this takes 0.8 ms per
 layer for one bfloat16 query over 8,192 tokens; ``scaled_dot_product_attention(enable_gqa=True)`` takes 6.2 ms.
@@ -162,7 +162,7 @@ def attend_prefill(
         kernel: by default the fastest that supports the arguments.
 
     Returns:
-        ``[H_q, n, d_v]``. Needs at most ``PREFILL_WORKSPACE`` bytes more, however many tokens there are.
+        ``[H_q, n, d_v]``. Computing it takes at most ``PREFILL_WORKSPACE`` more bytes, however many tokens there are.
     """
     n = query.shape[1]
     if spec.window is not None and spec.window >= start + n:

@@ -11,7 +11,7 @@ chosen if full precision does not fit, or to halve the bytes over the link; on a
 Only pages that become full later are quantized. Drafts are not chosen, because their gain depends on the text; if the
 user asked for them, they are measured like any step. Streaming is never chosen, because it forgets.
 
-Our own method. Related: llama.cpp's ``--fit`` chooses the context size, Twilight (arXiv 2502.02770) the budget.
+Not from a paper. Related: llama.cpp's ``--fit`` chooses the context size, Twilight (arXiv 2502.02770) the budget.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that will have ``tokens`` tokens; ``full_precision`` and ``quantized`` ones are stored already.
+    """A conversation that has ``tokens`` tokens at the end of the answer.
 
+    So far it has ``full_precision`` tokens in full-precision pages and ``quantized`` ones in 8-bit pages.
     ``quantizes``: the user asked for 8-bit pages. The first ``system_tokens`` are the system prompt; ``pins`` are the
     positions of pinned messages' tokens.
     """
@@ -86,7 +87,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Setup:
-    """A mode's parameters, whether full pages are quantized, and whether a part of the K/V is read over the link.
+    """A mode's parameters, whether pages are quantized once full, and whether a part is read over the link.
 
     Two setups are equal if these are. ``seconds`` is a token's predicted time. If the CPU takes a share of full mode's
     attention, this saves ``saved_seconds``; without it the link would add ``link_seconds``, beyond the staged copies.
@@ -212,7 +213,7 @@ class Costs:
         seconds = (m.weights + read) / m.read
         if m.link and (new := m.new.get(parameters.name)):
             chosen = sum(layout.kv_bytes(g, layout.pages * g.page) for layout in plan.layouts)  # in page slots
-            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of this, not all
+            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid only a part of these copies
         held = self.mode(parameters, g).plan(self.capacity).device_bytes(g)
         return Setup(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 

@@ -61,7 +61,7 @@ def attended(state: KVState, layer: int) -> Tensor:
 
 
 def attended_counts(state: KVState) -> Tensor:
-    """Return for each stored token the number of (layer, KV head) pairs whose last step read it, int64 ``[total]``.
+    """Return by stored token the number of (layer, KV head) pairs in which the last token read it, int64 ``[total]``.
 
     Counts table entries, because masks of all heads took a quarter of a step of sync after 33,000 tokens.
     """
@@ -128,7 +128,7 @@ def read_tokens(state: KVState) -> float:
 
 
 def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
-    """Return the last token's weights if its KV ``heads`` had read everything: float32 ``[H, G, total]``.
+    """Return the weights of the last token's full attention in KV ``heads``, whatever it read, float32 [H, G, total].
 
     They are 0 beyond the layer's window. With learned sinks a row sums to less than 1.
     """
@@ -164,7 +164,7 @@ def attention_shares(state: KVState, layer: int, heads: slice = slice(None)) -> 
 def choose(state: KVState, least: int) -> TokenChoice:
     """Choose the smallest budget whose best tokens cover enough of the last token's attention; the largest if none do.
 
-    The candidates are ``least`` and larger ``BUDGETS``. This costs at most one token of full attention in any mode.
+    The candidates are ``least`` and larger ``BUDGETS``. In any mode this costs at most one token's full attention.
     """
     budgets = [budget for budget in BUDGETS if budget > least]
     numbers = torch.tensor([least, *budgets], device=state.device).expand(state.geometry.kv_heads, -1)
@@ -215,6 +215,7 @@ class CoverageWatch:
 
     ``sample`` is called between two steps. It measures only as often as ``COST`` of the time allows, however long the
     conversation and however fast the device. Nothing is measured inside a step, so CUDA graphs are not affected.
+    ``clock`` returns seconds.
 
     Attributes:
         share: mean of the last measured coverage of each head; None before the first sample.

@@ -154,7 +154,7 @@ class KVManager:
             self.mode.guess(False)
             state.steps = steps
             if self.total > total:
-                self.truncate(total)  # first: the next lines may run out of memory, and only this one forgets them
+                self.truncate(total)  # first: the next lines may run out of memory, and nothing else forgets them
             for slots, pairs in read:
                 slots.read_pairs.copy_(pairs)
 

@@ -1,8 +1,8 @@
 """Prefill: its memory, and how new tokens are stored and attend to all earlier tokens.
 
 A GPU holds one layer's K/V at a time: while a layer computes, its new K/V are copied to the host pool and the next
-layer's earlier K/V from it. Two of the three buffers have the host pool's layout, so that copy engines move whole
-pages; a kernel that gathers them would occupy all multiprocessors for as long as the link is busy.
+layer's earlier K/V from it. This takes three buffers of one layer. Two have the host pool's layout, so that copy
+engines move whole pages; a kernel that gathers them would occupy all multiprocessors for as long as the link is busy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -
 def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, devices: Sequence[torch.device]) -> int:
     """Return how many of the ``new`` tokens after ``stored`` ones to prefill at a time; ``token_bytes`` as above.
 
-    This is the largest of ``CHUNKS`` that takes at most half of the free memory; the rest allows for fragmentation.
-    The first of ``devices`` has the K/V, and all have layers.
+    This is the largest of ``CHUNKS`` that takes at most half of the free memory, which allows for fragmentation; the
+    smallest may take all of it. The first of ``devices`` has the K/V, and all have layers.
 
     Raises:
         DoesNotFitError: not even the smallest chunk fits.

@@ -27,12 +27,12 @@ class PromptQueries:
         self._seen: dict[int, Tensor] = {}
 
     def note(self, layer: int, query: Tensor) -> None:
-        """Record a prefill's ``query [H_q, n, d_k]`` of one layer; it takes effect with ``commit``."""
+        """Record a prefill's ``query [H_q, n, d_k]`` of one layer; ``commit`` needs those of all layers."""
         new = query[:, -ROWS:]
         self._seen[layer] = torch.cat((self.rows[layer][:, new.shape[1] :], new), 1)
 
     def commit(self, start: int, tokens: int) -> None:
-        """Keep the queries noted, if any, in a prefill of ``tokens`` tokens that began at position ``start``."""
+        """Keep the noted queries, if any, of a prefill of ``tokens`` tokens that began at position ``start``."""
         continues, end = bool(self.span) and self.span.stop == start, start + tokens
         if self._seen and (continues or tokens > 1):
             for layer, rows in self._seen.items():

@@ -27,7 +27,7 @@ class Rotation:
 
 
 def cos_sin(rotation: Rotation, delta: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every pair's angle for a move by ``delta`` positions (an int, or a tensor 0-d or [n]).
+    """Return cosine and sine of every pair's angle for a move by ``delta`` positions (an int, a 0-d tensor or [n]).
 
     Both are float32 [r/2] or [n, r/2], on ``rotation``'s device; layers with the same rotation can share them. A CUDA
     graph can capture this, because no tensor is read back.

@@ -171,7 +171,7 @@ class KVState:
         return tokens - inside if page in self.left_quantized else tokens
 
     def prepare_quantized(self, quantized: bool) -> None:
-        """Replace the host pool by one that can hold 8-bit pages, if coming pages are or were ``quantized``.
+        """If ``quantized``, replace a host pool that cannot hold 8-bit pages by one that can.
 
         Raises:
             DoesNotFitError: there is not enough RAM for the first 8-bit page; nothing changed.

@@ -272,7 +272,7 @@ class Transfer:
     def count_fetched(self, pairs: Tensor) -> None:
         """Count K/V pairs (0-d) that attention read over the link without moving them."""
         self.counters[0, 0].add_(pairs)
-        if (share := self.ops.host.quantized_share) is not None:  # on average, because all spilled pages are read
+        if (share := self.ops.host.quantized_share) is not None:  # the average share: all spilled pages are read
             self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 # Maximum reserve for the framework, kernels' workspaces and the screen; otherwise 6 % of the free memory.
 MARGIN = 768 * 2**20
-LEAST_ADDRESSES = 1280 * 2**20  # address space with which torch and the bundled model start on a CPU
+LEAST_ADDRESSES = 1280 * 2**20  # least address space with which torch and the bundled model start on a CPU
 UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
@@ -110,7 +110,7 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class SwitchCost(NamedTuple):
-    """The cost of entering a mode: the most bytes moved to the device, the mode's device bytes, and the time.
+    """The cost of entering a mode: bytes moved to the device (at most), the mode's device bytes, and the time.
 
     ``seconds`` follows from the rate of earlier fills or of the link; None if neither was measured.
     """

@@ -21,7 +21,7 @@ from kvchat.kv.memory.pages import Pages, copied
 
 
 class EightBitPool(HostPool):
-    """Takes over the contents of ``pool``, between two steps; while it ``quantizes``, full pages become 8-bit pages.
+    """Takes over the contents of ``pool``, between two steps; while it ``quantizes``, pages that get full become 8-bit.
 
     ``reserve(tokens)`` also plans the places of the pages that a forward up to ``tokens`` writes. Setting ``total`` to
     that number adds these pages to the conversation; until then no stored token is overwritten.
@@ -41,11 +41,12 @@ class EightBitPool(HostPool):
         self._dequantized: set[int] = set()
         self._free = FreeList(len(self._pages))
         self._free_quantized = FreeList(0)
-        with torch.inference_mode(False):  # written to in and out of it
+        with torch.inference_mode(False):  # written to inside and outside inference mode
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
             self.next_quantized = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._published = self._published_next = 0  # pages whose places are on the device; ``next_quantized``
+        # How many pages' places are on the device, and the value of ``next_quantized`` there.
+        self._published = self._published_next = 0
 
     # ---- what is stored
 
@@ -86,7 +87,7 @@ class EightBitPool(HostPool):
         return [place < 0 for place in self._pages]
 
     def full_precision_pool(self) -> HostPool:
-        """Return a full-precision pool with the same memory; no page is in 8 bits, and all are in order."""
+        """Return a full-precision pool in the same memory; no page may be in 8 bits, and so all are in order."""
         pool = object.__new__(HostPool)
         vars(pool).update({name: getattr(self, name) for name in self._taken_over})
         pool.total = self._total
@@ -103,7 +104,7 @@ class EightBitPool(HostPool):
 
     @property
     def has_quantized(self) -> bool:
-        """True if ``quantized_pages`` is not empty; cheaper, because every step asks for it."""
+        """True if ``quantized_pages`` is not empty; looks at no page, because every step asks for it."""
         return bool(self._dequantized or self._free_quantized.used)
 
     @property

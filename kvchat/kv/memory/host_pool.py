@@ -28,7 +28,8 @@ from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, in_system_pages
 
-# Pinned memory grows in steps that double up to this many bytes over all layers. A step takes about 0.5 s/GiB.
+# Pinned memory grows in steps that double up to this many bytes over all layers. A step costs a call per layer and
+# about 0.5 s/GiB.
 STEP_BYTES = 256 * 2**20
 
 
@@ -285,7 +286,7 @@ class HostPool:
     def _move(self, least: int, wanted: int) -> None:
         """Copy the pool to twice the address space, one layer at a time.
 
-        With the layout by head, all layers move together, because their rows are numbered alike.
+        With the layout by head, all layers move together, because row numbers depend on ``reserved``, which they share.
         """
         unified = self.geometry.unified
         size = self._affordable(least, wanted, extra=self._committed if unified else self._regions[0].committed)
@@ -413,7 +414,8 @@ class ByHead(ByPage):
         return self.parts * in_system_pages(g.round_up(tokens) * g.row_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
-        # A part has whole system pages, for memory, and whole pages of tokens, for rows. Large ones begin a huge page.
+        # A part has whole system pages, for memory, and whole pages of tokens, for rows. Each large part begins with a
+        # huge page.
         size = self.geometry.round_up(tokens) * self.geometry.row_bytes
         unit = math.lcm(HUGE_PAGE if size > HUGE_PAGE else mmap.PAGESIZE, self.geometry.page * self.geometry.row_bytes)
         return self.parts * -(-size // unit) * unit
@@ -492,9 +494,9 @@ def step_tokens(geometry: Geometry, page_bytes: int) -> int:
 class CachedPrefix:
     """The first ``tokens`` of a conversation, stored by another session or earlier in this one.
 
-    ``read`` puts the pages of so many tokens into an empty host pool and returns how many tokens are intact. The first
-    ``full_precision`` tokens are in pages before any that are or were 8-bit. ``control`` has the positions of control
-    tokens; ``query`` is the last token's query in bytes, empty if unknown.
+    ``read(pool, n)`` puts the pages of the first n tokens into an empty host pool and returns how many tokens are
+    intact. The first ``full_precision`` tokens are in pages before any that are or were 8-bit. ``control`` has the
+    positions of control tokens; ``query`` is the last token's queries as bytes, empty if unknown.
     """
 
     tokens: int

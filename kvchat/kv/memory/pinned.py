@@ -95,7 +95,7 @@ class PinnedRegion:
     def __init__(self, size: int, parts: int = 1) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         mapped = mmap.mmap(-1, in_system_pages(size), flags)
-        with torch.inference_mode(False):  # written to in and out of it
+        with torch.inference_mode(False):  # written to inside and outside inference mode
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.size = len(self.bytes)
         self.committed = self.pinned = 0
@@ -128,7 +128,7 @@ class PinnedRegion:
         """Pin the committed memory that is not pinned yet.
 
         Raises:
-            RuntimeError: pinning failed; the message is the reason, and ``pinned`` bytes still are.
+            RuntimeError: pinning failed; the message is the reason. The first ``pinned`` bytes are still pinned.
         """
         if self.pinned == self.committed:
             return
@@ -175,7 +175,7 @@ class CudaArray:
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Ask the system for huge pages for all that are entirely in ``memory``, which is contiguous.
+    """Ask the system to use huge pages in ``memory``, which is contiguous, wherever a whole one fits.
 
     Without effect for a GPU's memory and on systems that do not support this.
     """

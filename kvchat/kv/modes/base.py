@@ -251,7 +251,7 @@ class Mode:
         self.sink += self.extra_sinks
 
     def pin(self, positions: Sequence[int]) -> None:
-        """Read the stored tokens at ``positions`` (ascending) in every step, beyond the budget.
+        """Plan to read the stored tokens at ``positions`` (ascending) in every step, beyond the budget.
 
         Slots allocated for other ``pins`` are allocated again. A mode that reads everything needs none.
         """

@@ -26,7 +26,7 @@ EXPECTED = (0.4, 0.55, 0.7, 0.8, 0.9)  # prior share of matches that continue, b
 TRUST = 4.0  # ... which has the weight of 4 observed matches
 OF_WINDOW = 0.8  # expected acceptance of a window's drafts until some were verified ...
 HOPED = 0.95  # ... and the acceptance that a trial assumes
-STEP_OF_WINDOW = 0.3  # assumed time of a window's draft relative to a step, until one was timed
+STEP_OF_WINDOW = 0.3  # assumed time per token drafted by a window, in steps, until one was timed
 GAIN = 1.1  # minimum expected speedup over steps
 FIRST_ROW, MORE_ROWS = 1.6, 0.06  # assumed time of a verification in steps, until one with as many rows was timed ...
 TRY_AGAIN = 64  # ... and again if that was 64 tokens ago; a step is timed as often
@@ -63,7 +63,7 @@ class Drafter:
             self._follow(ids)
 
     def draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
-        """Draft at most ``most`` tokens after the sampled ``token``, without ``ends``; none if a step should be faster.
+        """Draft at most ``most`` tokens after the sampled ``token``, up to one of ``ends``; none if a step is faster.
 
         ``guess(token, n)`` returns n tokens after ``token``, which is not stored yet, by what a window holds. The time
         until the next call is taken as the time of the verification or step.

@@ -52,7 +52,7 @@ from kvchat.kv.ops.selection import Candidates, chosen_by
 from kvchat.kv.state import KVState
 
 SINK = 4
-QUARTER = 4  # the window is a quarter of the budget plus the rest of the pages; the paper's sinks are a quarter
+QUARTER = 4  # the window is a quarter of the budget plus what fills no page; the paper's sinks are a quarter
 TAU = 0.8
 
 
@@ -264,6 +264,6 @@ class FreeKV(IndexedMode):
         return self._candidate_pages(tokens) <= self.k
 
     def _candidate_pages(self, tokens: int) -> int:
-        """Return the number of pages with a token between sinks and window if ``tokens`` are stored."""
+        """Return how many pages have a token between sinks and window for the token decoded as number ``tokens``."""
         p = self.geometry.page
         return max(0, (tokens - 1 - self.window) // p - self.sink // p + 1)

@@ -36,7 +36,7 @@ The default profile departs from it for these reasons and at these costs:
       others wait. Many timers run out together: after 2,000 tokens of books (the bundled model, SmolLM2; 200 steps),
       half of the steps copied one token, the worst 725, and the step after FR 1,800. For an 8B after 32,768 tokens,
       these would be 1.6 and 3.9 GB, or 57 and 141 ms over 16 lanes of PCIe 4. A limit of 64 per step copied a fifth as
-      much, and the likelihood of three texts did not change. A CPU copies nothing.
+      much, and the likelihood of three texts hardly changed. A CPU copies nothing.
 
 A prompt reads everything. Tokens frozen before it stay frozen until its last query, or a later one, recalls them. A
 regenerated answer begins with the timers of its prompt's end. Pinned messages never freeze, in any profile.

@@ -165,7 +165,10 @@ class Timers:
             self.limit(position + 1, control, waiting)
 
     def list_awake(self, total: int, table: Tensor) -> int:
-        """Fill ``table [n]`` with the unfrozen of ``total`` tokens; return how many are new; waits for the device."""
+        """Fill ``table [n]`` with the unfrozen of ``total`` tokens, in order; return how many are new.
+
+        Waits for the device.
+        """
         tokens = (~self.frozen[:total]).nonzero().flatten()
         new = len(tokens) - int((table != EMPTY).sum())
         table.fill_(EMPTY)
@@ -275,7 +278,7 @@ class Timers:
         return leaves & (rank < awake - self.rule.floor)
 
     def _may_freeze(self, index: Tensor, total: Tensor, control: Tensor) -> Tensor:
-        """Return which tokens ``index`` may freeze: not sinks, the window, pinned or protected tokens."""
+        """Return which tokens at positions ``index`` may freeze: not sinks, the window, pinned or protected ones."""
         may = (index >= self.rule.sink) & (index < total - self.parameters.K)
         if self._pin_mask is not None:
             may &= ~self._pin_mask[index.clamp(max=len(self._pin_mask) - 1)]
@@ -306,7 +309,7 @@ NONE = torch.zeros(1, dtype=torch.bool)  # mask without tokens
 
 
 class CpuTimers(Timers):
-    """``Timers`` on a CPU, where reading back does not wait; uses torch until the numba loops are compiled."""
+    """``Timers`` on a CPU, where reading back does not wait; uses torch unless the numba loops are compiled."""
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not (loops := freeze_loops()):

@@ -43,7 +43,7 @@ from kvchat.kv.prefill import CHUNKS, staging_bytes
 # an RTX 3060 reads its memory (29 ms) its link transfers 730 MB; a laptop with 8 GB (24 ms) 290 MB.
 STAGED_BYTES, STAGED_SHARE = 768 * 2**20, 1 / 8
 LEVELS = 4  # how many different numbers of pages are staged as a conversation grows; each has its own graphs
-STARTS = 6  # bits to which the first token that the CPU attends to is rounded, because each value has its own graphs
+STARTS = 6  # the CPU's first token moves in steps of 2**-6 of its tokens, because each start has its own graphs
 
 
 class Full(Mode):
@@ -104,7 +104,7 @@ class Full(Mode):
             slots.staged = min(slots.staged, on_cpu.start // self.geometry.page)
             if self._host_attention is None or self._host_attention.host is not self.state.host:
                 self._host_attention = HostAttention(self.state.host)
-        # torch's own operations read as many blocks as there is memory for.
+        # The room is part of the kind, because torch's own operations read as many blocks as there is memory for.
         kind = self.state.host.room, self.guesses, slots.staged, on_cpu.start if on_cpu else -1
         return Step(kind, exact=not self.guesses)
 

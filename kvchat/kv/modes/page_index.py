@@ -112,7 +112,8 @@ class PageIndex:
     def compute(self, layer: int, start: int, rows: Tensor) -> None:
         """Add a layer's tokens from ``start`` on, given the keys or values ``[H, n, d]`` of all tokens in a prefill.
 
-        ``tokens`` advances only after the last layer. ``refresh`` rereads at most one page and clears failed forwards.
+        ``tokens`` advances only after the last layer. ``refresh`` then rereads at most one page, and clears
+        what a failed forward left.
         """
         g = self.geometry
         if start // g.page > self.tokens // g.page:

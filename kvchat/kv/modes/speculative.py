@@ -229,7 +229,7 @@ class Speculative(IndexedMode):
 
     def _token_query(self, layer: int, query: Tensor) -> TokenQuery:
         spec = self.state.specs[layer]
-        # Not outside a step, if nothing is chosen, with capped scores, or with ``rest=none``.
+        # Unread tokens are not joined outside a step, if nothing is chosen, if scores are capped or with ``rest=none``.
         joins = self._stepping and self.k and spec.softcap is None and len(self.summaries) > 1
         means = self.summaries[1].of(layer) if joins else None
         return TokenQuery(query, self.index.of(layer), self.bits, spec.scaling, means)

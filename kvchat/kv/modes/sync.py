@@ -199,7 +199,7 @@ class Sync(Mode):
         return Step((int(self.anticipates), self.static), self._reads_all(self.state.total + 1))
 
     def _widen_held(self) -> None:
-        """Make room for k in ``held``; the slots have less only while they hold every token."""
+        """Make room for k in ``held``; the slots have less room only while they hold every token."""
         width = self._width(self.k)
         width = min(width, self.state.slots[1].offset) if self.parameters.offload else width
         if width > self.held.shape[2]:

@@ -62,7 +62,7 @@ class ArkVale(PageChoice):
         k, pages = resident.shape[1], scores.shape[-1]
         is_held = mask_of(resident, pages)
         has_begun = self._position % self.geometry.page == 0
-        is_held |= (self._ends == self._last) & has_begun  # a page that is no longer among the newest
+        is_held |= (self._ends == self._last) & has_begun  # a page that just left the newest
         is_held |= (resident < 0).all(1, keepdim=True)  # after a prompt
         is_top = mask_of(best(scores, max(1, self.k // SHARE)), pages)
         return best(scores.masked_fill(is_top, torch.inf).masked_fill(~(is_held | is_top), -torch.inf), k)

@@ -7,7 +7,8 @@ in proportion to their preferences. None gets more than n; the others share the 
 tokens with the highest mean A + gamma var A, averaged over 5 neighboring tokens and over the group.
 
 Departures:
-    * Those of snapkv, so decoded tokens are kept. The paper keeps a layer's number, by the current query's weights.
+    * Those of snapkv, so decoded tokens are kept. In the paper the number of tokens that a layer keeps stays the same;
+      the current query's weights choose them.
     * tau1 and tau2 are 1; the program has a pair for each of its models, from 0.4 to 2.3.
     * gamma is 200, the paper's value as remembered.
     * If only one query is known, variances are 0 and layers get equal budgets.

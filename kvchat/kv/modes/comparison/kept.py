@@ -94,7 +94,10 @@ class ObservedMode(KeptMode):
         return kept
 
     def weights(self, layer: int, tokens: int) -> Tensor:
-        """Return the weights ``[H, G, w, n]`` of the prompt's last w queries for its first n = ``tokens``."""
+        """Return the weights ``[H, G, w, n]`` of the prompt's last w queries for its first n = ``tokens``.
+
+        The softmax is over all tokens that a query sees.
+        """
         g, (span, query) = self.geometry, self._observed_queries(layer)
         spec = self.state.specs[layer]
         keys = self.state.host.dense(layer, span.stop)[0]

@@ -17,7 +17,7 @@ from kvchat.kv.ops.selection import assign_slots, best
 
 
 def tiles(keys: Tensor, pages: int, page: int) -> Tensor:
-    """Return ``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; zeros fill up the last, unused page."""
+    """Return ``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; zeros pad the last, not yet used page."""
     padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * page - keys.shape[1]))
     return padded.reshape(len(keys), pages, page, -1).float()
 
