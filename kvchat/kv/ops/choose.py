@@ -16,7 +16,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
-    """Return Triton's operations where they work, else plain torch's; only these take a pageable pool."""
+    """Return Triton's operations where they work, else plain torch's, which alone take a pageable pool."""
     quantizes = isinstance(host, EightBitPool)
     if device.type == "cpu":
         return (EightBitCpuOps if quantizes else CpuOps)(geometry, host, device)

@@ -89,7 +89,7 @@ def is_ready(dtype: torch.dtype, waits: bool) -> bool:
 
     If it is not cached, it is compiled in another thread for half a minute; if ``waits``, wait for that.
     """
-    # Import in this thread, because numba changes the importing thread's number of threads.
+    # Not in the other thread: the import restores torch's number of threads in the thread that imports.
     if dtype not in cpu_ops.KNOWN or cpu_ops.imported(cpu_ops.BASE) is None:
         return False
     loading = _loading(dtype)

@@ -41,7 +41,7 @@ class TokenQuery(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions: the new token reads all from ``seen`` up to ``end``, except that some of the candidates are chosen.
+    """Positions: the new token reads all from ``seen`` up to ``end`` except the candidates, and some of these.
 
     The candidates are ``first`` to ``last`` (inclusive). The index covers the first ``known`` tokens, in full pages,
     including all candidates.

@@ -145,7 +145,7 @@ class _Step:
         shares = torch.zeros(self.slots.n, device=self.device)
         weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(self.slots.n))
         spilling = DeviceSlots(Layout(0, 1, 0, self.g.page, spills=True), self.g, self.device)
-        # Join a part without weight.
+        # A part without weight, so that joining it changes nothing.
         nothing = torch.full((self.g.kv_heads, self.g.group, self.g.d_v + 1), -1e4, device=self.device)
         spilling.on_cpu, spilling.other_part = range(PAGES * self.g.page, PAGES * self.g.page), lambda: nothing
         spilled, _ = self.ops.attend(spilling, 0, self.query, self.spec, False)

@@ -64,7 +64,7 @@ def scores(
                 for g in range(group):
                     score = np.float32(0)
                     for i in range(d):
-                        score += scaled[g, i] * np.float32(np.int32(code[i]))  # numba would compute with 64 bits
+                        score += scaled[g, i] * np.float32(np.int32(code[i]))  # otherwise numba computes in 64 bits
                     scores[head, g, slot] = score
 
 

@@ -163,7 +163,7 @@ torch.set_num_threads(_torch_threads)
 
 @numba.njit(fastmath={"contract"})  # type: ignore[untyped-decorator]  # no more, or the parts of ln 2 would be merged
 def exp(x: Any) -> Any:
-    """Return e ** ``x`` for ``x <= 0`` in float32, exact to the last place; never less than the smallest normal number.
+    """Return e ** ``x`` for ``x <= 0`` in float32, accurate to the last place; at least the smallest normal number.
 
     The C library computes one number at a time, which made up half the cost of choosing pages. Method of Cody and
     Waite: a power of two, which is a bfloat16, times a polynomial of the rest (with the coefficients of Cephes' expf).

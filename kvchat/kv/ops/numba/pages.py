@@ -29,14 +29,17 @@ def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
 
 @compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """Compute ``selection.page_scores`` of ``query [H, G, d_k]`` and ``bounds [H, page, 2 * d_k]`` into ``scores``."""
+    """Compute ``selection.page_scores`` into ``scores [H, G, page]``.
+
+    ``query`` is ``[H, G, d_k]``, ``bounds`` is ``[H, page, 2 * d_k]``.
+    """
     for head in range(len(query)):
         score_pages(query[head], bounds[head], scaling, scores[head])
 
 
 @numba.njit  # type: ignore[untyped-decorator]
 def find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
-    """Write the ``best`` weights and their indices plus ``first`` to ``wanted``, highest first, padded with EMPTY."""
+    """Write the highest ``weights`` to ``best``, and their indices plus ``first`` to ``wanted``, padded with EMPTY."""
     found = 0
     for i in range(len(weights)):
         if found < len(wanted):

@@ -76,7 +76,10 @@ def _data(context: Any, builder: Any, signature: Any, arguments: Any, *numbers: 
 
 
 def _scorer(vectors: int) -> Callable[..., Any]:
-    """Return code that multiplies ``vectors`` vectors of rows by the keys of ``TILE / vectors`` tokens."""
+    """Return code that multiplies ``vectors`` vectors of rows by the keys of ``TILE / vectors`` tokens.
+
+    Of these, ``left`` exist; the last one is used instead of missing ones.
+    """
     tokens = TILE // vectors
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -200,7 +203,7 @@ def _highest(scores: Array, highest: Array) -> None:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _to_powers(scores: Array, highest: Array, totals: Array) -> None:
-    """Replace ``scores`` by their exponentials less ``highest``; write the sum of each lane to ``totals [LANES]``."""
+    """Replace ``scores`` by ``exp(scores - highest)``; write each lane's sum to the first of ``totals [STRIP]``."""
     totals[:] = 0
     for begin in range(0, len(scores), STRIP):
         strip = scores[begin : begin + STRIP]

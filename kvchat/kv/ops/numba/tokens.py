@@ -199,7 +199,7 @@ def _highest(scores: Array) -> Any:
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _to_powers(scores: Array, highest: Any) -> Any:
-    """Replace ``scores`` by their exponentials less ``highest``; return the sum."""
+    """Replace ``scores`` by ``exp(scores - highest)``; return their sum."""
     total = np.float32(0)
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - highest)
@@ -410,8 +410,7 @@ def _attend_part(
 ) -> Array:
     """Attend with one head's ``query [G, d_k]`` to some ``tokens``, for ``join_parts``.
 
-    Writes ``highest`` and ``totals [G]`` and the sums ``total [G, d_v]``; returns the exponentials ``[G, n]`` of the
-    scores less the highest.
+    Writes ``highest`` and ``totals [G]`` and the sums ``total [G, d_v]``; returns ``exp(scores - highest) [G, n]``.
     """
     group, d_v = total.shape
     d_k = query.shape[1]

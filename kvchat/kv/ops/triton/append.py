@@ -137,7 +137,7 @@ def append(
     value: Tensor,
     g: Geometry,
 ) -> None:
-    """Run ``TorchOps.append`` for the heads of ``slots``, and ``assign`` of ordered slots.
+    """Implement ``TorchOps.append`` for the heads of ``slots``, and ``assign`` for ordered slots.
 
     Columns that pad a narrower K or V stay unchanged. If the pool has 8-bit pages, the token that fills a page also
     writes block ``next_quantized`` (1-element int64).
@@ -172,7 +172,7 @@ def append(
 
 
 def update_bounds(bounds: Tensor, page: Tensor, keys: Tensor) -> None:
-    """Run ``TorchOps.update_bounds``."""
+    """Implement ``TorchOps.update_bounds``."""
     keys = with_dense_rows(keys)
     heads, d_k = keys.shape
     _update_bounds[(heads,)](bounds, page, keys, bounds.shape[1], keys.stride(0), d_k, padded(d_k), num_warps=1)

@@ -178,7 +178,7 @@ def _attend_spilled(
     COLS_V: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """Run ``_attend_part`` over the host pool's tokens from ``sink`` up to ``limit`` that left a window of ``ring``.
+    """Attend like ``_attend_part``, to host tokens from ``sink`` up to ``limit`` that left a window of ``ring``.
 
     The numbers of its parts begin at ``first``.
     """
@@ -283,7 +283,7 @@ def attend(
     tile: int,
     host: HostTensors,
 ) -> tuple[Tensor, Weights | None]:
-    """Run ``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
+    """Implement ``TorchOps.attend`` in tiles of ``tile`` elements, split over at most ``programs`` programs.
 
     A head that may read nothing returns 0. Only slots that spill read ``host``.
     """

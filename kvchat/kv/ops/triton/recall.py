@@ -52,7 +52,7 @@ def _move_pages(
     PAGE_ROWS: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """Copy this program's share of the pages that move, which every program computes."""
+    """Copy a share of the pages that move; every program computes which these are."""
     pair = tl.arange(0, PAIRS)
     new = tl.load(placed + pair, mask=pair < pairs, other=-1)
     old = tl.load(resident + pair, mask=pair < pairs, other=-1)
@@ -228,7 +228,7 @@ def _move_shared(
 def move_pages(
     host: HostTensors, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor, ctas: int
 ) -> None:
-    """Run ``TorchOps.move_pages`` with ``ctas`` programs."""
+    """Implement ``TorchOps.move_pages`` with ``ctas`` programs."""
     placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
     pairs = placed.numel()
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), *_page_shape(g.page, g.d), host.item
@@ -249,7 +249,7 @@ def move_tokens(
     counters: Tensor,
     ctas: int,
 ) -> None:
-    """Run ``TorchOps.move_tokens`` with up to ``TOKEN_CTAS`` times ``ctas`` programs."""
+    """Implement ``TorchOps.move_tokens`` with up to ``TOKEN_CTAS`` times ``ctas`` programs."""
     placed, g = placed.contiguous(), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
@@ -262,7 +262,7 @@ def move_tokens(
 def move_shared(
     host: HostTensors, slots: DeviceSlots, layer: int, positions: Tensor, targets: Tensor, taken: Tensor
 ) -> None:
-    """Run ``TorchOps.move_shared`` for one layer."""
+    """Implement ``TorchOps.move_shared`` for one layer."""
     m, heads, g = len(positions), slots.heads_of(layer), slots.geometry
     tensors = *host[:4], slots.rows(layer), positions, targets, taken.view(torch.uint8), heads
     if m:

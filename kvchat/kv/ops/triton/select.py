@@ -104,7 +104,7 @@ def _choose(
         taken = top(tl.where(candidate, weight.to(tl.int32, bitcast=True), -1), k)
         order = tl.cumsum(taken, 0)
         tl.store(best + head * k + order - 1, page, mask=taken > 0)
-        # Other threads read the list than wrote it.
+        # Threads read entries that other threads wrote.
         tl.debug_barrier()
         wanted = tl.load(best + head * k + slot, mask=slot < tl.sum(taken, 0), other=-1)
         held = _assigned(wanted, held, slot < k)
@@ -198,7 +198,7 @@ def choosable(pages: int, k: int) -> bool:
 
 
 def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None) -> Tensor:
-    """Run ``TorchOps.choose`` if it is ``choosable``; programs of heads that are not ``flagged`` return at once."""
+    """Implement ``TorchOps.choose`` if it is ``choosable``; programs of heads not ``flagged`` return at once."""
     heads, group, pages = scores.shape
     k = resident.shape[1]
     resident = resident.contiguous()
@@ -214,7 +214,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
 
 
 def open_pages(slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-    """Run ``TorchOps.open_pages``."""
+    """Implement ``TorchOps.open_pages``."""
     pages, table = slots.pages[layers], slots.table[layers]
     k = pages.shape[2]
     if pages.numel():

@@ -97,8 +97,8 @@ def _token_scores(
 ):
     """Score the tokens of some pages, with ``LOWEST`` for those that may not be chosen.
 
-    Per block, store the highest score of tokens not hidden, and the sum of their exponentials less that. Each key is
-    unpacked once for four queries, whose sums fit the registers.
+    Per block, store the highest score of the tokens that are not hidden, and the sum of ``exp(score - highest)``. Each
+    key is unpacked once for four queries, whose sums fit the registers.
     """
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = 32 // BITS
@@ -379,7 +379,7 @@ def _unread_parts(
 
 
 def encode(keys: Tensor, page: int, bits: int) -> Tensor:
-    """Run ``key_codes.encode``."""
+    """Implement ``key_codes.encode``."""
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     heads, tokens, d_k = keys.shape
     pages, words = triton.cdiv(tokens, page), key_codes.width_of(d_k, bits) * bits // key_codes.WORD
@@ -402,7 +402,7 @@ def encode(keys: Tensor, page: int, bits: int) -> Tensor:
 
 
 def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
-    """Run ``key_codes.token_scores``."""
+    """Implement ``key_codes.token_scores``."""
     return _scored(query, index, page, bits, scaling, ())[0]
 
 
@@ -422,7 +422,7 @@ def choose_tokens(
     means: Tensor | None,
     page: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run ``TorchOps.choose_tokens`` if they are ``choosable``."""
+    """Implement ``TorchOps.choose_tokens`` if they are ``choosable``."""
     scored = scores, highest, _ = _scored(query, index, page, bits, scaling, (hidden, masked))
     (heads, group, tokens), blocks, k = scores.shape, highest.shape[2], resident.shape[1]
     marks = torch.empty((heads, tokens), dtype=torch.int8, device=query.device)

@@ -68,7 +68,7 @@ class TritonWeights(Weights):
         self._spread = spread
 
     def best(self) -> Tensor:
-        """Return ``Weights.best``."""
+        """Implement ``Weights.best``."""
         heads, group, n = self._logits.shape
         best = self._logits.new_empty(heads, n)
         grid = heads, triton.cdiv(n, COLUMNS)
@@ -78,7 +78,7 @@ class TritonWeights(Weights):
         return best
 
     def add_shares(self, total: Tensor, counted: Tensor, number: Tensor) -> None:
-        """Run ``Weights.add_shares``."""
+        """Implement ``Weights.add_shares``."""
         heads, group, n = self._logits.shape
         rows, parts = heads * group, triton.cdiv(n, SUMMED)
         mass = self._logits.new_empty(rows, parts)
