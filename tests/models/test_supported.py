@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from support import tiny_models, tiny_multimodal
+from support.grids import WHOLE
 from support.message import lacks
 from support.progress import silent
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -22,8 +23,10 @@ from kvchat.models.load import load_model
 from kvchat.models.support import check_quantization, check_tensors, model_class, unreadable
 from kvchat.protocol.messages import Load
 
-# Of those that test_plan does not load, one of each way to name or join tensors.
+# Of those that test_plan does not load, one of each way to name or join tensors; the others in the long form.
 VALID = ["mixtral", "phi3", "gemma3n", "gpt_neox", "opt", "nanochat"]
+if WHOLE:
+    VALID += ["qwen2", "gemma3", "cohere", "glm4", "stablelm", "ernie4_5", "granite", "nemotron"]
 
 
 def loaded(folder, **changes):
