@@ -125,12 +125,11 @@ class ToolCall(Body):
 
 
 class Function(Body):
-    """The description of a tool, which only the model reads."""
+    """The description of a tool, which only the model reads: as in llama.cpp and vLLM, ``strict`` enforces nothing."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str
-    strict: Annotated[Any, only(False, reason="not supported: a call's arguments are the model's own; omit it")] = None
 
 
 class Tool(Body):

@@ -28,6 +28,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
+            "strict": True,
             "description": "The weather in a city.",
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
@@ -344,7 +345,6 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, None),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [*messages("Hi."), {"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
