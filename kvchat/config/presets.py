@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of the preset that ``name`` names or abbreviates.
+    """Return the file of the preset that ``name`` names or abbreviates.
 
     Raises:
         UsageError: there is none, or ``name`` abbreviates several.
@@ -35,10 +35,10 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> SettingsSource:
-    """The settings of a preset.
+    """Return the settings of a preset.
 
     Raises:
-        UsageError: its file cannot be read, has a wrong value, or sets something that a preset does not.
+        UsageError: its file cannot be read, has a wrong value, or sets something that does not belong in a preset.
     """
     source = file_source(path, f"{paths.presets_dir().name}/{path.name}")
     check(source)
@@ -56,7 +56,7 @@ def save(name: str, values: Mapping[Key, Any]) -> Path:
     """Write a preset, replacing any of that name; return its file.
 
     Raises:
-        UsageError: the name cannot be a file's, or the file cannot be written.
+        UsageError: the name is not valid, or the file cannot be written.
     """
     from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 

@@ -3,11 +3,10 @@
 A file has a table ``[match]`` with names of GPUs, a range of memory or both; settings as in config.toml; and
 ``[measured]``, which ``kvchat bench decode --save-profile`` writes. A machine without a GPU is named cpu.
 
-All profiles that match apply, so that one with measurements hides no settings of another. Value by value the user's
-profiles override bundled ones; within each group a match by name overrides one by memory, and one by both overrides
-one by name; among equals the first by file name wins. Measured speeds come from one profile, the strongest that has
-any. A faulty file is ignored, with the same message everywhere. The GPU is read through NVML, because importing torch
-takes seconds.
+All matching profiles apply, so that one with measurements hides no settings of another. For each value, the user's
+profiles override bundled ones. Within each group, a match by name and memory overrides one by name, which overrides one
+by memory; among equals the first file name wins. Measured speeds come from the strongest profile that has any. A faulty
+file is ignored, with the same message everywhere. The GPU is queried through NVML: importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CPU = "cpu"  # the name of a machine without a GPU
 
 
 class Match(Section):
-    """The devices that a profile is for; without a name any GPU of that memory."""
+    """The devices that a profile is for; without a name, any GPU with that much memory."""
 
     name: Texts | None = None
     """name of the GPU or a list of names, without NVIDIA and GeForce; * and ? stand for anything; cpu without a GPU"""
@@ -49,7 +48,7 @@ class Match(Section):
         return value
 
     def holds(self, gpu: GpuInfo | None) -> bool:
-        """Whether the profile is for ``gpu``, None for a machine without one."""
+        """Return whether the profile is for ``gpu``; None is a machine without a GPU."""
         if gpu is None:
             return CPU in map(_short, self.name or ())
         found, names = _short(gpu.name or ""), self.name or ("*",)
@@ -65,7 +64,7 @@ Rate = Annotated[float | None, Field(gt=0)]
 
 
 class Measured(Section):
-    """Measured ceilings of a device in GB/s, except the versions; unset is not measured."""
+    """Measured peak rates of a device in GB/s (unset: not measured), and the versions of the software that measured."""
 
     read: Rate = None
     """GPU memory read by kernels"""
@@ -76,9 +75,9 @@ class Measured(Section):
     gather: Rate = None
     """scattered pages of pinned host memory read by kernels, as recall does"""
     kvchat: str = ""
-    """version that measured"""
+    """version of kvchat that measured"""
     torch: str = ""
-    """torch that measured"""
+    """version of torch that measured"""
 
     @property
     def read_bytes_per_s(self) -> float | None:
@@ -87,7 +86,7 @@ class Measured(Section):
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Bytes per second from host to device as recall copies them: scattered pages, or at best one large copy."""
+        """Bytes per second from host to device, for scattered pages as in recall, or else for one large copy."""
         rate = self.gather or self.to_device
         return None if rate is None else rate * 1e9
 
@@ -96,9 +95,9 @@ class Profile(schema.Settings):
     """A profile file."""
 
     match: Match = Match()
-    """which devices it is for"""
+    """the devices that it is for"""
     measured: Measured = Measured()
-    """what was measured there"""
+    """the rates measured there"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class ProfileFile:
 
     @property
     def is_own(self) -> bool:
-        """True for the user's, False for a bundled one."""
+        """True for the user's profiles, False for bundled ones."""
         return self.path.parent == paths.user_profiles_dir()
 
     @property
@@ -139,7 +138,7 @@ class Found:
 
     @property
     def active(self) -> tuple[ProfileFile, ...]:
-        """Those that match this device, weakest first."""
+        """The profiles that match this device, weakest first."""
         return tuple(file for file in self.files if file.matches)
 
     @property
@@ -152,7 +151,7 @@ class Found:
         return self._measuring.profile.measured if self._measuring else Measured()
 
     def measured_lines(self) -> Iterator[str]:
-        """``measured`` as lines of TOML, each with its origin as a comment."""
+        """Yield ``measured`` as lines of TOML, each with its origin as a comment."""
         if (file := self._measuring) is not None:
             for key, value in file.source.values.items():
                 if key[0] == "measured":
@@ -163,12 +162,12 @@ class Found:
         return next((file for file in reversed(self.active) if file.profile.measured != Measured()), None)
 
     def describe(self) -> str:
-        """The active profiles' names, with why each applies."""
+        """Return the active profiles' names, and why each applies."""
         return ", ".join(f"{file.name} ({file.why})" for file in self.active) or "none"
 
 
 def find(device: str) -> Found:
-    """All profiles, and which match ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
+    """Return all profiles, and which of them match ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
     gpu = read_gpu(device)
     found, problems = [], []
     for folder in (paths.bundled_profiles_dir(), paths.user_profiles_dir()):
@@ -185,7 +184,7 @@ def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
     """Read a profile and match it with ``gpu``.
 
     Raises:
-        UsageError: it cannot be read, or has an unknown key or a wrong value; with its line.
+        UsageError: it cannot be read, or has an unknown key or a wrong value; the message has the line.
     """
     name = f"profiles/{file.name}"
     source = file_source(file, name)
@@ -196,7 +195,7 @@ def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
 
 
 def read_gpu(device: str = "auto") -> GpuInfo | None:
-    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
+    """Return the GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
     if device == "cpu" or _torch_without_cuda():
         return None
     gpu = nvml.visible_gpu(int(device.partition(":")[2] or 0))
@@ -229,7 +228,7 @@ def save(measured: Measured, device: str = "auto") -> Path:
 
 
 def _match_of(gpu: GpuInfo | None) -> dict[str, Any]:
-    """The ``[match]`` of exactly this device."""
+    """Return the ``[match]`` of exactly this device."""
     if gpu is None:
         return {"name": CPU}
     match: dict[str, Any] = {"name": _short(gpu.name)} if gpu.name else {}
@@ -244,7 +243,7 @@ def _short(name: str) -> str:
 
 
 def _torch_without_cuda() -> bool:
-    """True if torch is missing or built for the CPU; reading its version avoids an import that takes seconds."""
+    """Return whether torch is missing or built for the CPU, by its version, because importing it takes seconds."""
     try:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:

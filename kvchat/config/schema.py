@@ -1,4 +1,4 @@
-"""The settings: their sections and ranges. Sampling's ranges are defined here and nowhere else."""
+"""The settings: their sections and ranges. The ranges of sampling are defined only here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
 
 
 class Section(BaseModel):
-    """Base of all: frozen, unknown keys refused, the literal below a field is its description."""
+    """Base of all sections: frozen, and refuses unknown keys; the string below a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -55,7 +55,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: a GPU uses the model's own, a CPU the faster of that and float32)"""
     quantize: Quantize = "auto"
-    """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
+    """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: about the files' size"""
     fast: bool = Load.fast
     """replace small parts of the model with faster ones, checked when it is loaded"""
     force: bool = Load.force
@@ -81,7 +81,7 @@ class ModelSettings(Section):
         return args
 
     def of_load(self, only_set: bool = False) -> dict[str, Any]:
-        """The fields of a ``Load``: all of them, or only those that were set."""
+        """Return the fields of a ``Load``: all of them, or only those that were set."""
         return self.model_dump(by_alias=True, exclude=set(self.OF_APPLICATION), exclude_unset=only_set)
 
 
@@ -97,7 +97,7 @@ class KvSettings(Section):
     """GiB of disk for saved K/V, so that reopened conversations need no prefill; 0 for none"""
 
     def params(self, mode: str) -> Params:
-        """The parameters set for ``mode`` by any source; kvchat chooses the rest."""
+        """Return the parameters set for ``mode`` by any source; kvchat chooses the rest."""
         section = getattr(self, mode, None)
         return section.model_dump(exclude_unset=True) if section else {}
 
@@ -145,19 +145,19 @@ class SamplingSettings(Section):
 
 
 def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
-    """``sampling`` with ``changes``; numbers may be given as text.
+    """Return ``sampling`` with ``changes``; numbers may be given as text.
 
     Raises:
-        UsageError: a value is out of range; with its name and range.
+        UsageError: a value is out of range; the message has its name and range.
     """
     return validated(SamplingSettings, {**vars(sampling), **changes}, "sampling").sampling()
 
 
 def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``Load`` for the model ``name`` and its settings ``options``, which may be given as text.
+    """Return the fields of a ``Load`` for the model ``name`` and its settings ``options``, which may be text.
 
     Raises:
-        UsageError: there is no such option, or a value is refused.
+        UsageError: there is no such option, or a value is not valid.
     """
     known = [key for key in ModelSettings.model_fields if key not in ("name", *ModelSettings.OF_APPLICATION)]
     for option in options:

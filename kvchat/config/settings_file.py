@@ -1,7 +1,7 @@
 """Changes config.toml, and keeps the comments, the order and the layout that a person wrote.
 
-An existing key gets its new value in place. A new key replaces the comment that ``kvchat config init`` wrote for it,
-else follows its table's header, else goes into a new table at the end.
+An existing key gets its new value in place. A new key replaces the comment that ``kvchat config init`` wrote for it, or
+else follows its table's header, or else goes into a new table at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _with(text: str, key: Key, value: Any) -> str:
 
 
 def _find(document: Table, key: Key) -> tuple[Table, str] | None:
-    """The table that has the key, and the key's name in it: an action's id may be written without quotation marks."""
+    """Return the table that has the key, and the key's name in it; an action's id may be written without quotes."""
     spelled = [key, (KEYS, *key[1].split("."))] if key[0] == KEYS else [key]
     for *parents, name in spelled:
         table: Any = document
@@ -71,7 +71,7 @@ def _find(document: Table, key: Key) -> tuple[Table, str] | None:
 
 
 def _in_place_of_comment(text: str, key: Key, value: Any) -> str:
-    """``text`` with the comment ``# name = …`` in the key's table replaced by the setting."""
+    """Return ``text`` with the comment ``# name = …`` in the key's table replaced by the setting."""
     header = re.search(rf"^\[{re.escape('.'.join(key[:-1]))}\][^\n]*\n", text, re.MULTILINE)
     if not header:
         return text
@@ -83,7 +83,7 @@ def _in_place_of_comment(text: str, key: Key, value: Any) -> str:
 
 
 def _below_header(text: str, key: Key, value: Any) -> str:
-    """``text`` with the setting below its table's header; without one, with such a table at the end."""
+    """Return ``text`` with the setting below its table's header, or in a new table at the end if there is none."""
     name = ".".join(key[:-1])
     header = re.search(rf"^\[{re.escape(name)}\][^\n]*$", text, re.MULTILINE)
     if header:

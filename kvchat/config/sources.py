@@ -50,7 +50,7 @@ class Resolved:
     origins: dict[Key, str]
 
     def lines(self) -> Iterator[str]:
-        """Every key as a line of TOML with its origin as a comment; an unset value is a comment as a whole."""
+        """Yield a line of TOML per key, with its origin as a comment; the line of an unset value is all comment."""
         for key in (*(key for key, _ in leaves()), *((KEYS, id) for id in self.settings.keys.given())):
             value, origin = at(self.settings, key), self.origins.get(key, "default")
             name = dotted(key)
@@ -66,9 +66,9 @@ def load(
     environ: Mapping[str, str] = os.environ,
     profiles: Callable[[str], Iterable[SettingsSource]] = lambda device: (),
 ) -> Resolved:
-    """All settings; ``profiles`` returns those of a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first.
+    """Return all settings.
 
-    ``profiles`` has to check what it returns.
+    ``profiles`` returns the sources for a device ("auto", "cpu", "cuda" or "cuda:N"), weakest first, and checks them.
 
     Raises:
         UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
@@ -83,7 +83,7 @@ def resolve(*sources: SettingsSource) -> Resolved:
     """Merge the sources; later ones win.
 
     Raises:
-        UsageError: what is wrong in any of them.
+        UsageError: the errors of all sources.
     """
     check_all(*(partial(check, source) for source in sources))
     return _merged(sources)
@@ -96,7 +96,7 @@ def _merged(sources: Sequence[SettingsSource]) -> Resolved:
 
 
 def file_source(path: Path, name: str = "") -> SettingsSource:
-    """The settings of a TOML file, none if it does not exist; errors call it ``name``, by default its own.
+    """Return the settings of a TOML file, none if it does not exist; errors call it ``name``, by default its file name.
 
     Raises:
         UsageError: the file cannot be read or is not TOML.
@@ -105,7 +105,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     try:
         text = files.decoded(files.read(path), name)
         values = flatten(tomli.loads(text))
-    except (FileNotFoundError, NotADirectoryError):  # HOME=/dev/null is no folder
+    except (FileNotFoundError, NotADirectoryError):  # HOME=/dev/null is not a folder
         return SettingsSource()
     except OSError as error:
         raise files.unreadable(str(path), error) from None
@@ -123,10 +123,10 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
 
 
 def environment_source(environ: Mapping[str, str]) -> SettingsSource:
-    """The settings of ``KVCHAT_<SECTION>_<KEY>`` variables; empty ones count as unset.
+    """Return the settings of ``KVCHAT_<SECTION>_<KEY>`` variables; empty ones count as unset.
 
     Raises:
-        UsageError: a variable begins like a setting's but is none.
+        UsageError: a variable begins like a setting's, but there is no such setting.
     """
     names = _variables()
     given = {name: value for name, value in environ.items() if value and name.startswith(SECTIONS)}
@@ -136,7 +136,7 @@ def environment_source(environ: Mapping[str, str]) -> SettingsSource:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each KVCHAT_ variable without effect, except those that ``environment_source`` refuses."""
+    """Return a sentence for each KVCHAT_ variable without effect, except those that ``environment_source`` refuses."""
     names = _variables()
     unknown = [name for name in sorted(environ) if name.startswith("KVCHAT_") and name not in (*names, *RESERVED)]
     return [
@@ -147,12 +147,12 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _variables() -> dict[str, Key]:
-    """The key of every setting by its environment variable."""
+    """Return the key of every setting by its environment variable."""
     return {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
 
 
 def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:
-    """The settings of command-line flags: flag -> the keys it sets and its value, None if it was not given."""
+    """Return the settings of flags: each has the keys that it sets and its value, None if it was not given."""
     given = {flag: (tuple(keys), value) for flag, (keys, value) in flags.items() if value is not None}
     return SettingsSource(
         {key: value for keys, value in given.values() for key in keys},
@@ -161,7 +161,7 @@ def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSourc
 
 
 def leaves(section: type[BaseModel] = Settings, at: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Every key that can be set, in order."""
+    """Yield every key that can be set, in order."""
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from leaves(info.annotation, (*at, name))
@@ -170,12 +170,12 @@ def leaves(section: type[BaseModel] = Settings, at: Key = ()) -> Iterator[tuple[
 
 
 def dotted(key: Key) -> str:
-    """The key as TOML writes it; a name that contains a dot is quoted."""
+    """Return the key as TOML writes it; a name that contains a dot is quoted."""
     return ".".join(f'"{name}"' if "." in name else name for name in key)
 
 
 def template() -> str:
-    """A config.toml that sets nothing and describes everything."""
+    """Return a config.toml that sets nothing and describes everything."""
     lines = ["# kvchat's settings. Commented lines show the defaults.\n"]
     table: Key = ()
     for key, info in leaves():
@@ -189,10 +189,10 @@ def template() -> str:
 
 
 def typed(key: Key, value: Any) -> Any:
-    """The value of a setting as a person typed it.
+    """Parse the value that a person typed for a setting.
 
     Raises:
-        UsageError: the setting takes no such value; in one sentence.
+        UsageError: the setting does not take this value; the message is one sentence.
     """
     try:
         return at(Settings.model_validate(_nest({key: value})), key)
@@ -207,7 +207,7 @@ def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: igno
     """Parse the source alone as ``model``, whose sections have defaults.
 
     Raises:
-        UsageError: an unknown key or a wrong value, each with its line.
+        UsageError: there are unknown keys or wrong values; the message has the line of each.
     """
     try:
         return model.model_validate(_nest(source.values))
@@ -221,7 +221,7 @@ def check_all(*checks: Callable[[], object]) -> None:
     """Run all checks.
 
     Raises:
-        UsageError: what any of them refused.
+        UsageError: some failed; the message has the errors of all.
     """
     refusals = []
     for each in checks:
@@ -254,7 +254,7 @@ def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:
-    """The keys of the section that ``key`` would belong to."""
+    """Return the keys of the section that ``key`` would belong to."""
     parent = field_at(model, key[:-1])
     section = parent.annotation if parent else model
     return section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else ()
@@ -266,7 +266,7 @@ def _near(given: str, known: Iterable[str]) -> str:
 
 
 def _excerpt(line: str, column: int | None = None) -> str:
-    """The source line with a caret below ``column``, by default below its value."""
+    """Return the source line with a caret below ``column``, by default below its value."""
     if column is None:
         column = re.match(r"\s*([^=]*=\s*(?=\S))?", line).end()  # type: ignore[union-attr]  # it matches anything
     return f"\n  {line.replace(chr(9), ' ')}\n  {' ' * column}^"
@@ -276,7 +276,7 @@ def _excerpt(line: str, column: int | None = None) -> str:
 
 
 def _places(lines: list[str], keys: Iterable[Key]) -> dict[Key, tuple[int, int | None]]:
-    """The line of each table and key (a key inside a value has the value's); for a header also the name's column."""
+    """Return the line of each table and key (inside a value, the value's line), and the column of a header's name."""
     places: dict[Key, tuple[int, int | None]] = {}
     table: Key = ()
     is_text = False  # inside a string of several lines
@@ -297,7 +297,7 @@ def _places(lines: list[str], keys: Iterable[Key]) -> dict[Key, tuple[int, int |
 
 
 def flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
-    """The values of nested tables by their keys."""
+    """Return the values of nested tables by their keys."""
     flat: dict[Key, Any] = {}
     for name, value in tree.items():
         flat |= flatten(value, (*at, name)) if isinstance(value, dict) else {_leaf((*at, name)): value}
@@ -305,7 +305,7 @@ def flatten(tree: Mapping[str, Any], at: Key = ()) -> dict[Key, Any]:
 
 
 def _leaf(key: Key) -> Key:
-    """``key``, with the id of an action as one name whether or not the file quotes it."""
+    """Return ``key``, with the id of an action as one name whether or not the file quotes it."""
     return (KEYS, ".".join(key[1:])) if key[0] == KEYS and len(key) > 1 else key
 
 

@@ -1,4 +1,4 @@
-"""Errors of refused values in plain words, derived from a field's annotation and bounds."""
+"""Errors for values that are not valid, in plain words derived from a field's annotation and bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def validated(model: type[M], values: Mapping[str, Any], whose: str) -> M:
     """Parse ``values``, which may be text, as a ``model``; errors say ``whose`` they are.
 
     Raises:
-        UsageError: a name is unknown or a value refused.
+        UsageError: a name is unknown, or a value is not valid.
     """
     try:
         return model.model_validate(values)
@@ -38,9 +38,9 @@ def validated(model: type[M], values: Mapping[str, Any], whose: str) -> M:
 
 
 def reason(model: type[BaseModel], details: ErrorDetails) -> str:
-    """Why pydantic refused a value of ``model``: a clause such as ``it must be a whole number above 0``.
+    """Return why pydantic refused a value of ``model``, as a clause such as ``it must be a whole number above 0``.
 
-    The message of a validator's own ``ValueError`` is returned as it is.
+    The message of a validator's own ``ValueError`` is returned unchanged.
     """
     if details["type"] == "value_error":
         return str(details["ctx"]["error"])
@@ -51,7 +51,7 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | None:
-    """The field that ``key`` leads to or into, None if there is none."""
+    """Return the field that ``key`` leads to or into, None if there is none."""
     field = None
     fields = model.model_fields
     for name in key:
@@ -63,7 +63,7 @@ def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | No
 
 
 def expected(field: FieldInfo) -> str:
-    """The values the field takes, such as ``a number of at least 0 and below 1``.
+    """Return the values the field takes, such as ``a number of at least 0 and below 1``.
 
     The description of a field with a pattern says what the pattern allows.
     """
@@ -81,7 +81,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def advice(field: FieldInfo | None) -> str:
-    """The hint for a refused value."""
+    """Return the hint for a refused value."""
     if field is None or field.is_required():
         return "Choose another value."
     default = field.get_default(call_default_factory=True)
@@ -90,7 +90,7 @@ def advice(field: FieldInfo | None) -> str:
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The values of a field that takes only a few; none if it takes others."""
+    """Return the values of a field that takes only a few; none for other fields."""
     kind = _kind(field.annotation)
     if kind is bool:
         return ("true", "false")
@@ -98,7 +98,7 @@ def choices(field: FieldInfo) -> tuple[str, ...]:
 
 
 def _kind(annotation: Any) -> Any:
-    """The annotation without ``None``."""
+    """Return the annotation without ``None``."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     kinds = [kind for kind in get_args(annotation) if kind is not types.NoneType]
@@ -106,7 +106,7 @@ def _kind(annotation: Any) -> Any:
 
 
 def _section(field: FieldInfo) -> type[BaseModel]:
-    """The section that the field holds, ``BaseModel`` itself if it holds none."""
+    """Return the section that the field holds, ``BaseModel`` itself if it holds none."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else BaseModel
 
