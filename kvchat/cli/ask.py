@@ -1,6 +1,6 @@
-"""``kvchat ask``: streams one answer to stdout; everything else goes to stderr.
+"""``kvchat ask``: streams one answer to stdout and everything else to stderr.
 
-Other commands without a screen open their session here too: progress goes to stderr, and Ctrl+C ends the answer.
+Other commands without a screen also open their sessions here: progress goes to stderr, and Ctrl+C ends the answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SwitchAt:
         """Parse ``N:MODE[,KEY=VALUE...]``; ``params`` omits the settings, which the engine gets with the model.
 
         Raises:
-            UsageError: the text has another form, or the mode or a value is refused.
+            UsageError: the text does not have this form, or the mode or a value is not valid.
         """
         match = re.fullmatch(r"(\d+):(\w+)((?:,\w+=[^,=]*)*)", text)
         if not match:
@@ -107,11 +107,11 @@ def ask(
 
 
 def _finish_compiling() -> None:
-    """Wait until loops are compiled and weights are packed: with ``kvchat ask`` alone they never would be.
+    """Wait until loops are compiled and weights are packed, because a process left behind would run unseen.
 
-    A process left behind would run unseen. Ctrl+C ends the wait.
+    Without the wait, this work would never finish for someone who uses only ``kvchat ask``. Ctrl+C ends the wait.
     """
-    from kvchat.models import compile_ahead  # imports torch, as the session has
+    from kvchat.models import compile_ahead  # imports torch, which the session has imported already
 
     with suppress(KeyboardInterrupt):
         compile_ahead.finish(lambda stage: progress(f"{stage} · Ctrl+C postpones it to the next start"))
@@ -119,7 +119,7 @@ def _finish_compiling() -> None:
 
 
 def stats_table(stats: Stats) -> str:
-    """One aligned line for each number; a dash if nothing was measured."""
+    """Return one aligned line per number, with a dash if it was not measured."""
     rows = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     rows["switches"] = len(stats.switches)
     rows |= rows.pop("extras")
@@ -146,7 +146,7 @@ class _Switcher:
 
 def _answer(events: Iterator[Event], session: Session | RemoteSession, is_shown: bool) -> Finished:
     if not session.info.server:
-        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
+        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session does
 
         events = hold_back(events, lambda: session.withdrawable)
     text = "\n"
@@ -160,7 +160,7 @@ def _answer(events: Iterator[Event], session: Session | RemoteSession, is_shown:
                 return event
     except KvchatError:
         if not text.endswith("\n"):
-            write("\n")  # what was written stays on a line of its own
+            write("\n")  # the error must not continue the text's last line
         raise
     raise AssertionError("an answer ends with Finished")
 
@@ -203,7 +203,7 @@ def opened(load: Load) -> Session:
     Raises:
         KvchatError: the model cannot be loaded.
     """
-    # transformers, imported later, would mix progress bars and warnings with kvchat's lines on stderr.
+    # transformers, imported later, would mix its progress bars and warnings into kvchat's lines on stderr.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
@@ -219,7 +219,7 @@ def opened(load: Load) -> Session:
 
 @contextmanager
 def interrupt_cancels(session: Session | RemoteSession) -> Iterator[list[int]]:
-    """Ctrl+C ends the answer after the current token, a second Ctrl+C immediately; it also fills the list."""
+    """Let Ctrl+C end the answer after the current token and fill the yielded list; a second Ctrl+C ends it at once."""
     interrupted: list[int] = []
 
     def cancel(number: int, _frame: object) -> None:

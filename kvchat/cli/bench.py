@@ -1,6 +1,6 @@
 """``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
 
-Imports no torch: each command imports its experiment.
+This module does not import torch: each command imports its experiment.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def experiment(
     saves_profile: bool = False,
     standard: ModelChoice = ModelChoice(),
 ) -> None:
-    """Make the command ``name``: ``run`` of ``kvchat.bench.MODULE``, with the fields of ``kind`` as options.
+    """Add the command ``name``: ``run`` of ``kvchat.bench.MODULE``, with the fields of ``kind`` as options.
 
-    ``saves_profile`` adds an option to save the device's roofline. ``standard`` has the default model.
+    ``saves_profile`` adds an option to save the device's roofline. ``standard`` is the default model.
     """
     hints = get_type_hints(kind, include_extras=True)
     own = {_parameter(each, hints[each.name]): each for each in fields(kind) if get_args(hints[each.name])[1:]}
@@ -86,13 +86,13 @@ def experiment(
 
 
 def _parameter(each: Field[Any], hint: Any) -> str:
-    """The name of a field's parameter: that of its option, by default the field's own."""
+    """Return the name of a field's parameter: that of its option, or else the field's own."""
     flag = getattr(get_args(hint)[1], "default", ...)
     return flag.lstrip("-").replace("-", "_") if isinstance(flag, str) else each.name
 
 
 def _option(name: str, each: Field[Any], hint: Any) -> inspect.Parameter:
-    """The parameter ``name`` of a field; a tuple is an option that may be repeated."""
+    """Return the parameter ``name`` of a field; a tuple becomes a repeatable option."""
     kind, option = get_args(hint)
     default = inspect.Parameter.empty if each.default is MISSING else each.default
     if getattr(option, "parser", None):
@@ -103,14 +103,14 @@ def _option(name: str, each: Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def _value(each: Field[Any], given: Any) -> Any:
-    """The value of a field; a repeatable option that was not given has the field's default."""
+    """Return the value of a field: its default if a repeatable option was not given."""
     if isinstance(each.default, tuple) and not given:
         return each.default
     return tuple(given) if isinstance(given, list) else given
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command line without the options that say where results go."""
+    """Return the command line without the options that choose where results go."""
     words, ignored = ["kvchat"], False
     for word in arguments:
         if not ignored and word.partition("=")[0] not in ("--out", "--json"):

@@ -1,7 +1,7 @@
 """``kvchat``, ``kvchat chat`` and ``kvchat replay``: the application, on the whole screen or line by line.
 
-Also composes the question of other commands from their argument, files and piped text. ``replay`` needs neither torch
-nor a model.
+This module also composes the questions of other commands from their arguments, files and piped text. ``replay`` needs
+neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvchat.tui.state import AppConfig
 
 
-PATIENCE_S = 3.0  # waited for the end of stdin without a word
+PATIENCE_S = 3.0  # after which a line says that stdin is still being read
 ENGINE = process.python("-m", "kvchat.replay.engine")
 
 
@@ -92,9 +92,9 @@ def start(config: AppConfig, plain: bool) -> int:
 
 
 def prefers_lines() -> bool:
-    """True if there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines.
+    """Return whether to run line by line: without a terminal, on one that prints only ASCII or lines, or by request.
 
-    stderr has to be a terminal too, because Textual draws on it.
+    ``ACCESSIBLE`` requests lines. stderr must be a terminal too, because Textual draws on it.
     """
     if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
         return True
@@ -102,7 +102,7 @@ def prefers_lines() -> bool:
 
 
 def load_of(chosen: Settings) -> Load:
-    """The model, device and mode that the engine loads."""
+    """Return what the engine loads: the model, its device and the mode."""
     measured = profiles.find(chosen.model.device).measured
     return Load(
         **chosen.model.of_load(),
@@ -115,17 +115,17 @@ def load_of(chosen: Settings) -> Load:
 
 
 def keeping(chosen: Settings, on_disk: bool, folder: Path) -> Keeping:
-    """How much K/V to keep; in ``folder`` on disk only if conversations are saved, because K/V reveal their text."""
+    """Return how much K/V to keep; on disk only if conversations are saved, because K/V reveal their text."""
     return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), str(folder) if on_disk else "")
 
 
 def is_asked_for(resolved: Resolved, key: Key) -> bool:
-    """True if a setting was given for this run, on the command line or by a variable."""
+    """Return whether a setting was given for this run, by a flag or an environment variable."""
     return resolved.origins.get(key, "").startswith(("--", "KVCHAT_"))
 
 
 def _asked_params(resolved: Resolved) -> dict[str, Params]:
-    """The mode parameters given for this run, by mode."""
+    """Return the mode parameters given for this run, by mode."""
     asked: dict[str, Params] = {}
     for key in resolved.origins:
         if key[0] == "kv" and len(key) == 3 and is_asked_for(resolved, key):
@@ -134,7 +134,7 @@ def _asked_params(resolved: Resolved) -> dict[str, Params]:
 
 
 def _draws(stream: Any) -> bool:
-    """True if the stream's encoding has the characters that the screen is drawn with."""
+    """Return whether the stream's encoding has the characters that the screen is drawn with."""
     try:
         return bool("╭─▓".encode(stream.encoding or "ascii"))
     except (LookupError, UnicodeEncodeError):
@@ -146,7 +146,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def turns(prompt: str | None, named: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
-    """The turns of a command: the system prompt, if there is one, and the question with piped text.
+    """Return the turns of a command: the system prompt, if there is one, and the question with piped text.
 
     Raises:
         KvchatError: as ``piped`` and ``compose``.
@@ -156,10 +156,10 @@ def turns(prompt: str | None, named: Sequence[Path], system: str | None) -> tupl
 
 
 def piped() -> bytes:
-    """The bytes piped into stdin; none from a terminal.
+    """Return the bytes piped into stdin; none if it is a terminal.
 
     Raises:
-        DoesNotFitError: they are more than any model reads, perhaps endless.
+        DoesNotFitError: there are more than any model reads, perhaps without end.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return b""
@@ -172,7 +172,7 @@ def piped() -> bytes:
 
 
 def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
-    """The user's turn: the ``named`` files, piped text as another file, and the prompt.
+    """Return the user's turn: the ``named`` files, piped text as another file, and the prompt.
 
     Without a prompt the piped text is the prompt.
 
@@ -190,21 +190,21 @@ def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
 
 
 def typed(prompt: str) -> str:
-    """A prompt of the command line as text; Python decodes bytes that are not UTF-8 to lone surrogates.
+    """Return a prompt from the command line as text.
 
     Raises:
-        UsageError: it has such bytes.
+        UsageError: it has bytes that are not UTF-8, which Python has decoded to lone surrogates.
     """
     return files.for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
 
 
 def as_file(piped: str) -> str:
-    """Text piped in along with a prompt, fenced like a file; empty for white space."""
+    """Return text that was piped in along with a prompt, fenced like a file; empty if it is blank."""
     return fenced("stdin", piped) if piped.strip() else ""
 
 
 def _read(path: Path) -> str:
-    """The text of a file, or of a pipe such as a shell's ``<(COMMAND)``."""
+    """Return the text of a file, or of a pipe such as a shell's ``<(COMMAND)``."""
     try:
         if not path.is_fifo():
             return files.read_text(path, MAX_BYTES)

@@ -102,7 +102,7 @@ def _store() -> Iterator[ConversationStore]:
 
 
 def _find(store: ConversationStore, named: str) -> str:
-    """The id of the conversation with this number or start of an id; a number has fewer than ``ID_CHARACTERS``."""
+    """Return the id of the conversation with this number (shorter than ``ID_CHARACTERS``) or start of an id."""
     ids = [summary.id for summary in store.recent(limit=-1)]
     if named.isdecimal() and len(named) < ID_CHARACTERS:
         found = ids[int(named) - 1 : int(named)] if int(named) else []

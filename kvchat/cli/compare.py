@@ -67,9 +67,9 @@ def compare(
     session = opened(load)
     for text in session.info.notes:
         note(text)
-    from kvchat.models import compile_ahead  # imports torch, as the session has
+    from kvchat.models import compile_ahead  # imports torch, which the session has imported already
 
-    compile_ahead.finish(progress)  # or it would slow down the modes that answer first
+    compile_ahead.finish(progress)  # compiling in the background would slow down the modes that answer first
     progress("")
     running = RunningComparison(turns[-1].content, session.info.model, variants, sampling)
     with interrupt_cancels(session) as interrupted:

@@ -95,11 +95,11 @@ def _check_keys(source: SettingsSource) -> None:
     try:
         check_keys({id: key for id, key in given.items() if isinstance(key, str)})
     except UsageError as refused:
-        # A clash may name two ids, one of them with its default key.
+        # If a key has two actions, the title names both; only one of them may be in this source.
         id = max((id for id in given if id in refused.title), key=len)
         raise _refused(source, (sources.KEYS, id), f"[keys]: {refused}") from None
 
 
 def _refused(source: SettingsSource, key: Key, problem: str) -> UsageError:
-    """The error of a value, with its place in the file."""
+    """Return the error for a value, with its place in the file."""
     return UsageError(f"{source.origins[key]}: {problem}{source.excerpts.get(key, '')}")

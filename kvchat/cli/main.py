@@ -1,6 +1,6 @@
 """The command line: flags -> settings -> the application or a headless command.
 
-Imports neither torch nor transformers nor textual: each command imports what it needs.
+This module imports neither torch nor transformers nor textual: each command imports what it needs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEANT = {"help": "--help", "version": "--version", "list": "models", "pull": "-m
 
 
 def main() -> None:
-    """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
+    """Run the program. Exit codes: 0 success, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 others."""
     files.name_temporary_folder()
     postpone_full_collections()
     paths.name_home()
@@ -56,12 +56,12 @@ def main() -> None:
 
 
 class Commands(TyperGroup):
-    """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
+    """Opens the chat if a question takes the place of a command; ends quietly if stdout is closed (``| head -1``)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``: a question and its options go to the chat, options before a command to the command."""
         _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
-        # Anything but a command, even a misspelled one, is a question.
+        # Text that neither is nor resembles a command is a question.
         is_near = words and (words[0] in MEANT or get_close_matches(words[0], self.commands, n=1))
         is_question = words and (len(words[0].split()) > 1 or not is_near)
         if words and words[0] in self.commands:
@@ -91,7 +91,7 @@ class Commands(TyperGroup):
             ) from None
 
 
-# Plain help: the same on every terminal, and quicker than with boxes.
+# Plain help is the same on every terminal, and faster than help with boxes.
 app = typer.Typer(
     cls=Commands,
     subcommand_metavar="[PROMPT | COMMAND [ARGS]...]",
@@ -233,7 +233,7 @@ app.command("calibrate")(models.calibrate)
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Check this machine: what works, what does not, what to do."""
+    """Check this machine: what works, what does not, and what to do."""
     from kvchat.doctor.report import doctor as run
 
     raise typer.Exit(run(as_json))
@@ -262,7 +262,7 @@ def locate() -> None:
 
 
 def _note_unused(resolved: Resolved, used: list[str]) -> None:
-    """Say which mode parameters on the command line have no effect."""
+    """Print which mode parameters on the command line have no effect."""
     modes_of: dict[str, set[str]] = {}
     in_use = {*used, *(modes.ENTERED_BY_AUTO if modes.AUTO in used else ())}
     for key, origin in resolved.origins.items():
@@ -278,7 +278,7 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
 
 
 def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
-    """Say what each parameter on the command line costs that its mode lists in ``own``."""
+    """Print the cost of each parameter on the command line that its mode lists in ``own``."""
     kv = resolved.settings.kv
     given = [
         (key[1], key[2], kv.params(key[1])[key[2]])
@@ -292,7 +292,7 @@ def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
 
 
 def _log_traceback() -> str:
-    """Append the exception being handled to the log; return a remark that says where it is."""
+    """Append the traceback of the current exception to the log; return a remark that says where the log is."""
     log = paths.log_file()
     try:
         files.append(log, traceback.format_exc().encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""``kvchat models``, ``modes`` and ``keys``, which list; ``plan``, which computes; ``calibrate``, which measures."""
+"""The commands ``models``, ``modes``, ``keys``, ``plan`` and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 AsList = Annotated[bool, typer.Option("--json", help="print a JSON list")]
-# The budget is chosen on so many books and questions about facts, each a context and decoded tokens after it.
+# For choosing the budget: tokens of context and tokens decoded after it; numbers of books and of questions about facts.
 CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 
 
@@ -36,8 +36,8 @@ CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 class Row:
     """A model in the list. ``type`` is the weights' quantization or dtype, ``needed_bytes`` their size once loaded.
 
-    ``quantize`` is the mildest quantization that fits, None if none does or there is a ``problem``. Of a server's model
-    only ``type`` is known, as the server describes it.
+    ``quantize`` is the mildest quantization that fits, None if none does or there is a ``problem``. For a model on a
+    server only ``type`` is known, as the server describes it.
     """
 
     name: str
@@ -111,7 +111,7 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
         KvchatError: the model or an option is refused.
     """
     libraries.check(load.quantize, load.device)
-    from kvchat.engine.plan import memory_plan  # torch: seconds
+    from kvchat.engine.plan import memory_plan  # imports torch, which takes seconds
 
     made = memory_plan(load, context, progress)
     progress("")
@@ -127,7 +127,7 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
     Raises:
         KvchatError: the card, the model or an option is refused.
     """
-    from kvchat.engine import cards  # torch: seconds
+    from kvchat.engine import cards  # imports torch, which takes seconds
 
     made = cards.card_costs(load, card, cards.CONTEXTS if context is None else [context], progress)
     progress("")
@@ -173,7 +173,7 @@ def list_modes(as_json: AsList = False) -> None:
 
 
 def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
-    """One mode as plain data; kvchat chooses a parameter whose ``default`` is None."""
+    """Return one mode as plain data; a ``default`` of None means that kvchat chooses the value."""
     fields, defaults = parameters.model_fields, parameters().model_dump()
     return {
         "name": parameters.name,
@@ -185,7 +185,7 @@ def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
 
 
 def _default(value: Any) -> str:
-    """The default as a person types it."""
+    """Return the default as a user types it."""
     return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -243,7 +243,7 @@ def calibrate(
         files.check_folder(out)
     parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
     chosen = load_settings(options.flags(ctx.params)).settings.model
-    # Imports torch, so after the checks.
+    # These import torch, so they come after the checks.
     from kvchat.bench.coverage import choose
     from kvchat.bench.settings import Coverage
     from kvchat.engine import calibration as engine

@@ -1,6 +1,6 @@
 """Command-line options: their types, the settings that they set, and how a shell completes them.
 
-Options of settings are made from the schema, in groups that commands share.
+Options for settings are generated from the schema, in groups that commands share.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Record = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 Offer = tuple[str, str]
 Completer = Callable[[str], list[Offer]]
-FEW = 6  # choices of an option that help lists
+FEW = 6  # the most choices that help lists for an option
 
 
 def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The option of a setting, with help and choices from its schema."""
+    """Return the option of a setting, with help and choices from its schema."""
     field = section.model_fields[name]
     words, kinds = choices(field), (field.annotation, *get_args(field.annotation))
     number = next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
@@ -61,7 +61,7 @@ def setting(section: Section, name: str, *flags: str, complete: Completer | None
 
 
 def optional(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The type of an option that changes its setting only if it is given.
+    """Return the type of an option that changes its setting only if it is given.
 
     Numbers stay text, as in the environment, so that the settings check them and word the errors.
     """
@@ -88,12 +88,12 @@ def taking(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callab
 
 
 def parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """A keyword parameter of a command."""
+    """Return a keyword parameter of a command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def signed(run: Callable[..., None], doc: str, parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
-    """``run``, which takes any keywords, as a command with these parameters, for typer to read."""
+    """Give ``run``, which takes any keywords, the signature of a command with these parameters, for typer to read."""
     named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in named}
@@ -102,10 +102,10 @@ def signed(run: Callable[..., None], doc: str, parameters: Iterable[inspect.Para
 
 
 def flags(params: Mapping[str, Any]) -> SettingsSource:
-    """The settings among a command's options.
+    """Return the settings among a command's options.
 
     Raises:
-        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; several modes begin like ``--mode``; or the
+        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; ``--mode`` abbreviates several modes; or the
             ``--preset``, which the other options override, cannot be used.
     """
     model = params.get("named") or params.get("model")  # ``ModelArgument`` or -m
@@ -124,7 +124,7 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
 
 
 def mode_named(given: str | None) -> str | None:
-    """The mode that ``given`` names or abbreviates, as in ``/mode``; other text is left for the settings to refuse.
+    """Return the mode that ``given`` names or abbreviates, as in ``/mode``; other text is refused later.
 
     Raises:
         UsageError: it abbreviates several modes.
@@ -134,9 +134,9 @@ def mode_named(given: str | None) -> str | None:
 
 
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
-    """The keys of a shared parameter: of ``mode`` and of every other that shares it and accepts the value.
+    """Return the keys of a shared parameter: in ``mode`` and in every other mode that shares it and accepts the value.
 
-    If no mode accepts the value they are those of ``mode``, or else of all that share it, which will refuse it.
+    If no mode accepts the value, return the key in ``mode``, or else in all modes that share it, which then refuse it.
     """
     is_shared = mode is None or parameter in modes.shared_by(mode)
     sharing = [name for name in modes.having(parameter) if is_shared and parameter in modes.shared_by(name)]
@@ -157,7 +157,7 @@ def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key
 
 
 def _key_of(parameter: str, value: str, mode: str | None) -> Key:
-    """The key of a parameter: in the mode named before it, else in ``mode``, else in the only mode that has it.
+    """Return the key of a parameter: in the mode named before it, or ``mode``, or the only mode that has it.
 
     Raises:
         UsageError: there is no such mode or parameter, or several modes have it.
@@ -187,7 +187,7 @@ def one_of(words: Sequence[str]) -> Completer:
 
 
 def complete_model(incomplete: str) -> list[Offer]:
-    """The models in the usual folders; the shell completes paths."""
+    """Return the models in the usual folders; the shell completes paths."""
     from kvchat.models import catalog
 
     return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
@@ -208,7 +208,7 @@ def complete_mode(incomplete: str) -> list[Offer]:
 
 
 def complete_param(incomplete: str) -> list[Offer]:
-    """``KEY=`` of all modes, and after it the choices of the parameter in any mode."""
+    """Return the parameters of all modes as ``KEY=``; after the equals sign, the parameter's choices in every mode."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
         fields = {name: field for mode in modes.choosable().values() for name, field in mode.model_fields.items()}
@@ -219,7 +219,7 @@ def complete_param(incomplete: str) -> list[Offer]:
 
 
 def complete_theme(incomplete: str) -> list[Offer]:
-    """The bundled themes and the user's own."""
+    """Return the bundled themes and the user's own."""
     files = [*paths.bundled_themes_dir().glob("*.toml"), *paths.user_themes_dir().glob("*.toml")]
     return one_of(sorted({file.stem for file in files}))(incomplete)
 

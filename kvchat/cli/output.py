@@ -11,8 +11,8 @@ from io import TextIOWrapper
 
 from kvchat.foreign_text import visible
 
-LINE_S = 10.0  # between two lines of progress in a file or a pipe
-_since = math.inf  # the beginning of the work in progress, or its last line
+LINE_S = 10.0  # seconds between lines of progress in a file or a pipe
+_since = math.inf  # when the work in progress began, or printed its last line
 
 
 def replace_unknown_characters() -> None:
@@ -39,16 +39,16 @@ def note(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """Print lines for a person on stderr; do nothing if its terminal or pipe is gone: a server outlives them."""
+    """Print lines for a person on stderr; ignore that its terminal or pipe is gone, which a server outlives."""
     with suppress(OSError):
         sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()
 
 
 def progress(stage: str) -> None:
-    """Show ``stage`` on stderr, cut to a line, in place of the previous one; an empty one ends.
+    """Show ``stage`` on stderr, cut to a line, in place of the previous stage; an empty one clears the line.
 
-    In a file or a pipe it is a line of its own, one every ``LINE_S`` of work.
+    In a file or a pipe, print a line every ``LINE_S`` of work instead.
     """
     global _since
     if sys.stderr.isatty():

@@ -18,7 +18,7 @@ app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
-    """The settings, profiles included; ``problem`` is called with a sentence for each faulty profile."""
+    """Return the settings, including profiles; call ``problem`` with a sentence for each faulty profile."""
 
     def active(device: str) -> Iterable[SettingsSource]:
         found = profiles.find(device)
@@ -45,7 +45,7 @@ def list_profiles(device: NamedDevice = "auto") -> None:
 
 
 def _wanted(match: Match) -> str:
-    """``name RTX 40* | RTX 50*, memory 7.0 GiB to 9.0 GiB``"""
+    """Return a match in words, such as ``name RTX 40* | RTX 50*, memory 7.0 GiB to 9.0 GiB``."""
     names = f"name {' | '.join(match.name)}" if match.name else ""
     memory = f"memory {' to '.join(size(gib * 2**30) for gib in match.memory)}" if match.memory else ""
     return ", ".join(filter(None, (names, memory))) or "any GPU"

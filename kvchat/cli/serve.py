@@ -12,7 +12,7 @@ from kvchat.config.sources import Resolved
 from kvchat.kv.memory import available
 from kvchat.models import checkpoint
 
-FREE_SHARE = 4  # one part in so many of free RAM is for conversations other than the current one
+FREE_SHARE = 4  # a quarter of free RAM is for conversations other than the current one
 
 
 def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[str], queue: int) -> None:
