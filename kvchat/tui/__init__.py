@@ -2,6 +2,6 @@
 
 import os
 
-# Textual reads it when it is imported. At its own 60 frames a second a key waits for the next one while an answer
-# grows: 29 ms instead of 5 at 120x40 until it is seen.
+# Textual reads this variable when it is imported. At its default of 60 frames per second, a key typed while an answer
+# grows is shown after 29 ms instead of 5 (at 120x40).
 os.environ.setdefault("TEXTUAL_FPS", "120")

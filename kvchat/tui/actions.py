@@ -36,8 +36,8 @@ FIRST_KEYS = {
 }
 """The keys to begin with, by the id of their action."""
 _COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
-REPLAY = "replay."  # begins the ids of actions for replays only
-NO_KEY = "none:"  # begins a key that no terminal sends, of actions without a key: Textual can rebind only bindings
+REPLAY = "replay."  # prefix of the ids of actions for replays only
+NO_KEY = "none:"  # prefix of a key that no terminal sends, for actions without a key: Textual can rebind only bindings
 Scope = Literal[
     "app", "chat", "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models",
     "settings", "compare", "details", "map", "help",
@@ -69,9 +69,9 @@ class Action:
         run: does the work. Without it ``action`` names a Textual action of the ``scope``; with neither, the action is
             built into a widget and its keys are listed but cannot be changed.
         scope: where the keys act: the application, a screen, or a widget that has the focus.
-        needs_argument: the command does nothing alone, so a key types its beginning into the prompt.
-        waits: if the command is queued while a model is being loaded or questions are queued: always, or only with an
-            argument; ``questions``: only with an argument and behind questions.
+        needs_argument: the command does nothing without an argument, so a key only begins it in the prompt.
+        waits: whether the command is queued behind a model being loaded and queued questions: always, or only with an
+            argument; ``questions``: only with an argument, and only behind questions.
         hint: its word in the line of key hints.
     """
 
@@ -96,7 +96,7 @@ class Action:
 
     @property
     def rarity(self) -> int:
-        """Its place in lists, the most used commands first."""
+        """A sort key for lists: the most used commands come first."""
         return OFTEN.index(self.id) if self.id in OFTEN else len(OFTEN)
 
     @property
@@ -105,11 +105,11 @@ class Action:
         return f"/{self.command} {self.usage}".rstrip()
 
     def needs_model(self, argument: str) -> bool:
-        """True if it is queued while a model is being loaded."""
+        """Return whether the command is queued while a model is being loaded."""
         return self.waits == "always" or (self.waits == "argument" and bool(argument))
 
     def keeps_turn(self, argument: str) -> bool:
-        """True if it is queued behind queued questions, because it changes how they are answered."""
+        """Return whether the command is queued behind questions, because it changes how they are answered."""
         return self.needs_model(argument) or (self.waits == "questions" and bool(argument))
 
     @property
@@ -123,7 +123,7 @@ class Action:
         return self.hint or ("" if self.keys else self.command)
 
     def binding(self) -> Binding:
-        """The key binding; a key of the application or a screen takes precedence over the focused widget's."""
+        """Return the key binding; a key of the application or a screen takes precedence over the focused widget's."""
         priority = self.scope not in WIDGETS and self.id != "stop"
         action = self.action if self.action and not self.usage else f"run({self.id!r})"
         keys = self.keys or f"{NO_KEY}{self.id}"
@@ -385,9 +385,9 @@ def bindings(scope: Scope) -> list[BindingType]:
 
 
 def is_command(text: str) -> bool:
-    """True if a typed text is a command: a slash and a name, which in several lines must be a known one.
+    """Return whether a typed text is a command: a slash and a name, which in several lines must be a known one.
 
-    A path is not, if it has another slash or exists (``/tmp is full``); nor is a comment or a pattern of code.
+    A path with another slash, or one that exists (``/tmp is full``), is not, nor is a comment or a pattern in code.
     """
     begun = _COMMAND.match(text)
     if begun is None:
@@ -402,7 +402,7 @@ def parse_command(line: str) -> tuple[Action, str]:
     """Split a line such as ``/mode streaming budget=512`` into its action and argument.
 
     Raises:
-        UsageError: as ``find_command``, or the command accepts no argument, or needs one.
+        UsageError: as in ``find_command``; or the command accepts no argument, or needs one.
     """
     text = line.removeprefix("/")
     name = re.split(r"\s", text, maxsplit=1)[0]
@@ -416,10 +416,10 @@ def parse_command(line: str) -> tuple[Action, str]:
 
 
 def find_command(name: str) -> Action:
-    """The action of a command by its name, an alias, or an unambiguous beginning of one.
+    """Return the action of a command by its name, an alias, or an unambiguous abbreviation of one.
 
     Raises:
-        UsageError: no command or several begin like this; names similar ones.
+        UsageError: no command or several begin like this; the message suggests similar ones.
     """
     is_alias = name in ALIASES or (not _begins_any(name, COMMANDS) and _begins_any(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
@@ -435,7 +435,7 @@ def _begins_any(name: str, known: Iterable[str]) -> bool:
 
 
 def scopes_at(scope: Scope) -> Iterator[Scope]:
-    """The scopes whose keys act in ``scope``: itself and those around it."""
+    """Yield the scopes whose keys act in ``scope``: itself and those around it."""
     yield scope
     for outer, inner in _CHILDREN.items():
         if scope in inner:

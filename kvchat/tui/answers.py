@@ -38,11 +38,11 @@ class Answers:
         self.queue = QuestionQueue(self.view)
         self._question: QuestionView | None = None
         self._switch: SwitchLine | None = None
-        self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, each after so many characters
+        self._marks: list[tuple[int, SwitchLine]] = []  # the answer's switches, and the characters before each
         self._between: tuple[str, SwitchLine] | None = None  # the last switch between answers; the answer before it
 
     async def begin(self, below: str | None, continued: Message = NO_TEXT) -> None:
-        """Request an answer to the last question, or more of the last answer, which is ``continued``.
+        """Request an answer to the last question, or the rest of the last answer, ``continued``.
 
         It replaces everything ``below`` a message in the transcript, as in ``ChatView.show_messages``.
         """
@@ -65,7 +65,7 @@ class Answers:
             self.client.send(Stop())
 
     async def ask(self, text: str) -> None:
-        """Ask a question of a recording, at once."""
+        """Ask a question from a recording, without queuing it."""
         await self.send(await self.view.add_question(text, queued=False))
 
     def resume_kv(self) -> None:
@@ -79,12 +79,12 @@ class Answers:
         return self.state.phase is Phase.READY and not self.queue.is_active
 
     def mark_pending(self) -> None:
-        """Apply a stop from now on to the coming answer, even if it is not requested yet."""
+        """Let a stop from now on end the coming answer, even if it is not requested yet."""
         if not self.is_asking:
             self.is_asking, self._is_stop_due = True, False
 
     def stop(self) -> None:
-        """Stop the answer, or one not requested yet as soon as it is, and hold the queue."""
+        """Stop the answer, a pending one as soon as it is requested, and hold the queue."""
         self.queue.hold()
         if self.state.phase is Phase.PREFILL:
             self.wait("stopping …")  # the chunk being processed may take seconds
@@ -94,20 +94,20 @@ class Answers:
             self.client.send(Stop())
 
     def begun(self, started: Started) -> None:
-        """Note that the prompt is being read; it may begin a thought, unless it ends with text of the answer."""
+        """Note that the prompt is being processed; its end may begin a thought, unless an answer is continued."""
         self._tags = started.tags
         if self.answer is not None and not self._continued.text:
             self.answer.thought = started.thought
 
     def wait(self, words: str) -> None:
-        """Say in place of the answer how far its prompt is, or, without one, how far ``/rebuild`` is."""
+        """Show the progress of the prompt in place of its answer; without an answer, the progress of ``/rebuild``."""
         if self.answer is not None:
             self.answer.wait(words)
         elif self.state.phase is Phase.PREFILL:
             self.show_phase(Phase.PREFILL, words)
 
     def feed(self, piece: Text) -> None:
-        """Append decoded text; text of a detached answer is dropped."""
+        """Append decoded text; drop the text of a detached answer."""
         if self.answer is None:
             return
         if self.state.phase is not Phase.ANSWERING:
@@ -125,7 +125,7 @@ class Answers:
             self.view.add_note("withdrawn by recovery: ", struck.strip())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> None:
-        """Add a line for a switch; it shows the speed after the switch once enough tokens have come.
+        """Add a line for a switch; it shows the speed after the switch once enough tokens are generated.
 
         Switches without a token between them are merged into one.
         """
@@ -150,7 +150,7 @@ class Answers:
 
     @property
     def switch_positions(self) -> tuple[int, ...]:
-        """Tokens stored at each switch to another mode on the path shown, including the answer in progress."""
+        """The number of tokens stored at each mode switch on the path shown, including the answer in progress."""
         path = self.state.conversation.path
         changes = [change for message in path for change in message.switch_lines]
         changes += [_change(chars, switch) for chars, switch in self._marks] if self.answer is not None else []
@@ -210,7 +210,7 @@ class Answers:
         return bool(answer.text)
 
     def detach(self) -> None:
-        """Leave the conversation: keep the text of its answer in progress, return its queue to the prompt."""
+        """Leave the conversation: keep the text of its answer in progress, and return its queue to the prompt."""
         if self.answer is not None and self.answer.text:
             self._keep(self.answer, "stopped", self._lines())
         if queued := self.queue.take_texts():
@@ -218,7 +218,7 @@ class Answers:
         self.answer = self._question = self._switch = None
 
     async def ready(self) -> None:
-        """Run the queued commands up to the first question, and send it; the engine is ready."""
+        """Note that the engine is ready: run the queued commands up to the first question, and send that."""
         self.show_phase(Phase.READY)
         while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
             await waiting.run()
@@ -245,7 +245,7 @@ class Answers:
             await self._request(conversation)
 
     async def down(self) -> None:
-        """Return a single queued question to the prompt and hold several; no engine runs."""
+        """Note that no engine runs: return a single queued question to the prompt, or hold several."""
         self.show_phase(Phase.DOWN)
         self.queue.hold()
         if len(self.queue) == 1:
@@ -272,7 +272,7 @@ class Answers:
         await self.save()
 
     def _restore(self, text: str, what: str) -> None:
-        """Return a sent text to the prompt; if that holds another text, it stays in the prompt history."""
+        """Return a sent text to the prompt; if the prompt holds another one, leave it in the prompt history."""
         place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
         self.view.toast(f"{what} is {place}.")
 
@@ -284,9 +284,9 @@ class Answers:
         self.show_phase(Phase.PREFILL)
 
     async def _is_left(self, conversation: Conversation) -> bool:
-        """True if the answer is not to be requested: the user changed the conversation, or the engine has ended.
+        """Return whether to drop the answer, because the user changed the conversation or the engine has ended.
 
-        Then the question returns to the prompt, unless it is in the conversation before.
+        Then return its question to the prompt, unless that belongs to the previous conversation.
         """
         is_other = self.state.conversation is not conversation
         has_ended = self.state.phase is not Phase.PREFILL  # it may be ready again
@@ -304,7 +304,7 @@ class Answers:
         return (*self._continued.switch_lines, *(_change(chars, switch) for chars, switch in self._marks))
 
     def _take_lines(self) -> tuple[ModeChange, ...]:
-        """The final switches of an answer that is over."""
+        """Return the final switches of a finished answer."""
         self._close_switch()
         if self._marks:
             self._switch = None
@@ -320,7 +320,7 @@ class Answers:
 
 
 def _change(chars: int, switch: SwitchLine) -> ModeChange:
-    """A switch after ``chars`` characters of an answer."""
+    """Return the record of a switch after ``chars`` characters of an answer."""
     switched = switch.switched
     mode = switched.mode if switched.mode != switched.before else ""
     return ModeChange(chars, switch.line, switched.total, mode)
@@ -336,9 +336,9 @@ class Waiting:
 
 
 class QuestionQueue:
-    """Questions and commands, sent one by one whenever the engine is ready, but while ``is_held`` only once released.
+    """Questions and commands, sent one by one whenever the engine is ready, unless the queue ``is_held``.
 
-    A stopped or failed answer holds them, because they may have assumed it.
+    A stopped or failed answer holds the queue, because the questions may have assumed a complete answer.
     """
 
     def __init__(self, view: ChatView) -> None:
@@ -355,12 +355,12 @@ class QuestionQueue:
 
     @property
     def is_active(self) -> bool:
-        """True if the first is sent as soon as the engine is ready."""
+        """True if the first item is sent as soon as the engine is ready."""
         return bool(self._waiting) and not self.is_held
 
     @property
     def last(self) -> str:
-        """The text queued last; empty if the queue is."""
+        """The text queued last; "" if the queue is empty."""
         return self._waiting[-1].view.text if self._waiting else ""
 
     def add(self, waiting: Waiting) -> None:
@@ -368,7 +368,7 @@ class QuestionQueue:
         self._show()
 
     def take_next(self) -> Waiting | None:
-        """Remove and return the first; None if the queue is empty or held."""
+        """Remove and return the first item; None if the queue is empty or held."""
         if not self.is_active:
             return None
         waiting = self._waiting.pop(0)
@@ -376,7 +376,7 @@ class QuestionQueue:
         return waiting
 
     async def take_back(self) -> str:
-        """Remove the last, also from the transcript, and return its text; empty if the queue is."""
+        """Remove the last item, also from the transcript, and return its text; "" if the queue is empty."""
         if not self._waiting:
             return ""
         view = self._waiting.pop().view
@@ -394,7 +394,7 @@ class QuestionQueue:
         self._show()
 
     def take_texts(self) -> str:
-        """Empty the queue and return its texts; the widgets go with the conversation."""
+        """Empty the queue and return its texts; the widgets disappear with the conversation."""
         texts = "\n\n".join(one.view.text for one in self._waiting)
         self._waiting.clear()
         self._show()

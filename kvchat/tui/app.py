@@ -47,13 +47,13 @@ from kvchat.tui.state import AppConfig
 from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
 from kvchat.tui.widgets.base import unskipped
 
-# Signals that would end the process at once; a handler cannot leave a crash inside a library (SIGSEGV and the like).
+# Signals that would end the process at once. No handler can recover from a crash inside a library (SIGSEGV etc.).
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act only on them
-LONGEST_S = 5.0  # the next key waits at most so long for the end of what a key began
-# Objects between two collections of garbage, and collections between two of older objects. At Python's 700 an answer
-# has a full one every second, of up to 0.25 s: a fifth of the time that the interface computes. As seldom as at the
-# start (``process.postpone_full_collections``) they would hold up the screen for seconds.
+REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # whose keys the palette offers
+LONGEST_S = 5.0  # the longest that a key waits for the effects of the previous one
+# Thresholds of the garbage collector. At Python's 700 objects, an answer causes a full collection of up to 0.25 s every
+# second, a fifth of the interface's CPU time. If collections stayed as rare as during the start
+# (``process.postpone_full_collections``), each would block the screen for seconds.
 GARBAGE = 5_000, 10, 10
 
 
@@ -61,7 +61,7 @@ def run(config: AppConfig) -> int:
     """Run the application until the user leaves and return the exit code; no engine outlives it."""
     app = KvchatApp(config)
     try:
-        gc.freeze()  # the modules are no garbage
+        gc.freeze()  # modules are never garbage
         gc.set_threshold(*GARBAGE)
         app.run()
     finally:
@@ -72,7 +72,7 @@ def run(config: AppConfig) -> int:
 class CommandProvider(Provider):
     """The palette: types commands that take an argument into the prompt, runs the others.
 
-    Titles and descriptions are escaped, because Textual reads them as markup: themes and other packages name some.
+    Titles and descriptions are escaped, because Textual reads them as markup and some come from themes and packages.
     """
 
     async def discover(self) -> Hits:
@@ -98,9 +98,9 @@ def _one_line(title: Content, doc: str) -> Content:
 
 
 def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[SystemCommand]:
-    """The lines of the palette, with the ``keys`` that the user changed.
+    """Yield the lines of the palette, with the ``keys`` that the user changed.
 
-    The chat runs them in turn with what is typed, so that a question typed after ``new`` is not asked before it.
+    The chat runs them in order with typed text, so that a question typed after ``new`` is not asked before it.
     """
     run = partial(chat.call_later, chat.run_command)
     for action in sorted(COMMANDS.values(), key=attrgetter("rarity")):
@@ -120,11 +120,11 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
 
 
 class KeysInTurn:
-    """Passes keys and pastes to the application by ``pass_on``, each once those before it have acted.
+    """Passes keys and pastes to the application by ``pass_on``, each after those before it have taken effect.
 
-    Textual lets a widget insert a letter at once, while a bound key goes through all its parents first. Keys that a
-    slow line delivers together would act in another order: ``teh``, Backspace twice and ``he`` would become ``teh``
-    again, and keys after Esc would go to the screen that is just closing.
+    In Textual a widget inserts a letter at once, while a bound key first goes through all its parents. So keys that a
+    slow connection delivers together would act in another order: ``teh``, Backspace twice and ``he`` would become
+    ``teh`` again, and keys after Esc would go to the screen that is just closing.
     """
 
     def __init__(self, app: App[None], pass_on: Callable[[Event], Awaitable[None]]) -> None:
@@ -149,8 +149,8 @@ class KeysInTurn:
         if not passed:
             self._waiting.clear()  # the application closes
         elif not _is_taken(*passed[-1]):
-            # Twice, for the messages they sent each other. Also if the event is stopped: Textual does so when it hands
-            # it to the application.
+            # Twice, for the messages that they send each other, and even for a stopped event: Textual stops an event
+            # when it hands it to the application.
             for node in passed[-1][1].ancestors_with_self * 2:
                 await _done(node)
             await _done(self._app.screen)  # it may have been opened just now
@@ -159,8 +159,8 @@ class KeysInTurn:
         """Pass on letters together with the key after them, so that a text field is drawn once."""
         while self._waiting and (not passed or _is_taken(*passed[-1])):
             event = self._waiting.popleft()
-            # If nothing has the focus, give it to what the screen focuses when it opens. Textual does not while the
-            # terminal is in the background, and drops the focus at a click beyond the edge of one that just shrank.
+            # If nothing has the focus, focus the widget that has it when the screen opens. Textual does not do so while
+            # the terminal is in the background, and drops the focus at a click beyond the edge of a shrunk terminal.
             self._app.app_focus = True
             self._app.screen._update_auto_focus()
             passed.append((event, self._app.focused or self._app.screen))
@@ -168,12 +168,12 @@ class KeysInTurn:
 
 
 def _is_taken(event: Event, target: DOMNode) -> bool:
-    """True if it is a letter that a text field takes, in order with the next ones."""
+    """Return whether the event is a letter that a text field inserts, which happens in the order of typing."""
     return isinstance(event, Key) and target.check_consume_key(event.key, event.character)
 
 
 async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Wait until ``pump`` has handled all messages sent so far, and then ``work``."""
+    """Wait until ``pump`` has handled all messages sent so far and then done ``work``."""
     done = asyncio.Event()
 
     async def finish() -> None:
@@ -194,8 +194,8 @@ class KvchatApp(App[None]):
     """
 
     TITLE = "kvchat"
-    # Textual cuts off toasts below the screen, on 80x24 the third if they are padded, the fourth if they are as narrow
-    # as its own; it fails at a list whose lines have no column.
+    # Textual cuts off toasts below the screen: on 80x24 the third one with its own padding, the fourth with its own
+    # width. It fails to draw an option list that is zero columns wide.
     CSS = """
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
     Toast { padding: 0 1; max-width: 75%; }
@@ -221,19 +221,19 @@ class KvchatApp(App[None]):
         self._keys_in_turn = KeysInTurn(self, super().on_event)
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
-        """Call back once, late rather than never: if a callback were skipped Textual would see no new size any more."""
+        """Call back once, late rather than never: after a skipped callback Textual would ignore every new size."""
         return unskipped(super().set_timer(*arguments, **options))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """The ribbon's colors, for themes without them."""
+        """Return the ribbon's colors, for themes without them."""
         return themes.RIBBON_DEFAULTS
 
     def get_driver_class(self) -> type[Driver]:
-        """The driver of this platform or of TEXTUAL_DRIVER, made to survive bytes that are not UTF-8."""
+        """Return the driver of this platform or of TEXTUAL_DRIVER, changed to survive bytes that are not UTF-8."""
         return decode_leniently(super().get_driver_class())
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, one for control characters, and one that keeps dim text readable."""
+        """Return Textual's filters, one for control characters, and one that keeps dim text readable."""
         filters = super().get_line_filters()
         if self.current_theme.ansi:  # the terminal's own colors cannot be turned into grays for NO_COLOR
             own = [self._no_color if isinstance(one, Monochrome) else one for one in filters]
@@ -252,14 +252,14 @@ class KvchatApp(App[None]):
             super()._handle_exception(error)
 
     async def on_event(self, event: Event) -> None:
-        """Handle an event, but keys in order, and no mouse event for a widget that was just removed."""
+        """Handle an event: keys in the order of typing, and no mouse event for a widget that was just removed."""
         if isinstance(event, Key | Paste) and not event.is_forwarded:
             self._keys_in_turn.add(event)
         elif not (isinstance(event, MouseEvent) and self._hits_removed(event)):
             await super().on_event(event)
 
     def _hits_removed(self, event: MouseEvent) -> bool:
-        """True if the widget was removed and is on the screen until the next layout: Textual would fail at it."""
+        """Return whether the widget was removed but stays on the screen until the next layout: Textual would fail."""
         try:
             return not self.get_widget_at(event.x, event.y)[0].is_attached
         except NoWidget:
@@ -301,7 +301,7 @@ class KvchatApp(App[None]):
     def _leave_on_signals(self) -> None:
         """Let signals end the application as a key does: restore the terminal, end the engine.
 
-        Without a terminal exit at once: Textual would wait forever for it to accept output, or does so already.
+        If the terminal is gone, exit at once: Textual would wait forever to write to it, or does so already.
         """
         loop = asyncio.get_running_loop()
 
@@ -324,7 +324,7 @@ class KvchatApp(App[None]):
         self.set_keymap(self.keys)
 
     async def action_quit(self) -> None:
-        """Leave; if unsaved text would be lost, only the second time."""
+        """Quit; if unsaved text would be lost, only at the second request."""
         if self.controller.may_leave():
             self.exit()
 
@@ -349,7 +349,7 @@ class KvchatApp(App[None]):
             open_once(self, SettingsScreen(self.settings))
 
     def action_theme(self, name: str) -> None:
-        """Change the theme; without a name list all."""
+        """Change the theme; without a name, list all."""
         if name:
             self.use_theme(resolve(name, self.themes, "theme"))
         else:

@@ -44,7 +44,7 @@ class Archive:
 
     @property
     def problem(self) -> StoreError | None:
-        """Why something is not on disk; None if everything is, or is meant to stay in memory."""
+        """Why a change is not on disk; None if all changes are, or are meant to stay in memory."""
         return (self._problem or self._not_opened) if any(one.changes() for one in self._unsaved) else None
 
     async def open(self) -> bool:
@@ -79,7 +79,7 @@ class Archive:
         self._thread.shutdown()
 
     async def save(self, conversation: Conversation) -> None:
-        """Write its changes, and those of conversations that could not be saved before; a problem is shown once."""
+        """Write the conversation's changes, and others that could not be written before; show a problem once."""
         if conversation not in self._unsaved:
             self._unsaved.append(conversation)
         async with self._saving:
@@ -92,7 +92,7 @@ class Archive:
             await self._save_all()
 
     async def _save_all(self) -> None:
-        """Write all unsaved changes; marked as saved only once on disk, because the caller may be canceled."""
+        """Write all unsaved changes; mark them as saved once they are on disk, because the caller may be canceled."""
         while self._store is not None and self._unsaved:
             conversation = self._unsaved[0]
             while (changes := conversation.changes()) is not None:  # it may grow while it is written
@@ -107,18 +107,18 @@ class Archive:
             self._problem = None
 
     async def search(self, text: str) -> list[Summary]:
-        """The conversations that contain ``text``, all if it is empty; the last one written to comes first."""
+        """Return the conversations that contain ``text`` (all if it is empty), the most recently changed first."""
         return await self._ask(lambda store: store.search(text))
 
     async def all(self) -> list[Summary]:
-        """Every conversation, the last one written to first; commands name them by their number in it, from 1."""
+        """Return all conversations, the most recently changed first; commands number them in this order, from 1."""
         return await self._ask(lambda store: store.recent(limit=-1))
 
     async def latest(self) -> Summary | None:
         return await self._ask(lambda store: store.latest())
 
     async def load(self, id: str) -> Conversation:
-        """Read a conversation; one that could not be saved yet is in memory.
+        """Return a conversation, from memory if it could not be saved yet.
 
         Raises:
             KvchatError: no conversation has this id, or it cannot be read.
@@ -156,7 +156,7 @@ class Archive:
         return self._store
 
     async def _ask(self, work: Callable[[ConversationStore], T]) -> T:
-        """Work with the database that is open when the thread is free: it may have been replaced meanwhile."""
+        """Run ``work`` on the database that is open once the thread is free: it may have been replaced meanwhile."""
         self._opened()
         return await self._run(lambda: work(self._opened()))
 
@@ -172,7 +172,7 @@ class Archive:
 
 @dataclass(eq=False)
 class ModeOfConversation:
-    """Restores the mode and parameters of a conversation and reports once they are in force; ``is_due`` until then."""
+    """Restores a conversation's mode and parameters, and reports when they take effect; ``is_due`` until then."""
 
     state: ChatState
     client: EngineClient
@@ -180,7 +180,7 @@ class ModeOfConversation:
     is_due: bool = False
 
     def restore(self, is_ready: bool) -> None:
-        """Switch to the conversation's mode unless it is in force, as soon as a model ``is_ready``."""
+        """Switch to the conversation's mode, unless it is the current one, as soon as a model ``is_ready``."""
         conversation, state = self.state.conversation, self.state
         self.is_due = False
         if not conversation.mode or state.is_served:
@@ -199,14 +199,14 @@ class ModeOfConversation:
                 self.client.send(Switch(conversation.mode, changes))
 
     def report_switch(self) -> bool:
-        """Report a switch to the conversation's mode; False if it was another switch, which the caller reports."""
+        """Report a switch to the conversation's mode; return False for another switch, which the caller reports."""
         is_restored, self.is_due = self.is_due and self.state.asked == self.state.conversation.mode, False
         if is_restored:
             self.view.add_note(f"Back in {self._in_words}, the mode of this conversation.")
         return is_restored
 
     def _changes(self) -> Params:
-        """The parameters to change so that the mode has those of the conversation and no others."""
+        """Return the parameters to change so that the mode has exactly those of the conversation."""
         conversation = self.state.conversation
         in_force = modes.to_keep(conversation.mode, self.state.settings, self.state.given)
         now, then = (modes.by_mode(conversation.mode, params) for params in (in_force, conversation.params))
@@ -220,6 +220,6 @@ class ModeOfConversation:
 
     @property
     def _in_words(self) -> str:
-        """``speculative mode, budget 128``"""
+        """The conversation's mode and parameters, such as ``speculative mode, budget 128``."""
         conversation = self.state.conversation
         return ", ".join((f"{conversation.mode} mode", *in_words(conversation.params)))

@@ -67,8 +67,8 @@ class Branches:
     async def leave_edited(self) -> bool:
         """End the path before the edited question, so that the next question becomes its sibling.
 
-        Without one the next question replaces a last one whose answer had not begun when the conversation was left.
-        Returns True if the edited question was pinned; its sibling then is too.
+        Without an edited question, the next one replaces a last question whose answer had not begun when the
+        conversation was left. Return whether the edited question was pinned; its sibling is then pinned too.
         """
         edited = self.state.conversation.messages.get(self.state.edited or "")
         if edited is not None and (self.answers.is_asking or self.answers.answer is not None):
@@ -117,14 +117,14 @@ class Branches:
         await self._show_below(question.parent)
 
     async def _show_below(self, parent: str | None, messages: Sequence[Footed] = ()) -> None:
-        """Replace what is shown below a message; nothing of what is stored is left where that is everything."""
+        """Replace everything shown below a message; without ``parent`` replace all, and forget what is stored."""
         if parent is None:
             self.state.forget_stored()
             self.view.show_snapshot(self.state.snapshot)
         await self.view.show_messages(messages, parent)
 
     def chosen_question(self) -> Message:
-        """The question chosen in the transcript, or of the chosen answer; else the last one."""
+        """Return the question chosen in the transcript, or the chosen answer's question, or else the last one."""
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
         found = next((message for message in reversed(path) if message.role == "user"), None)
@@ -135,7 +135,7 @@ class Branches:
 
 @dataclass(eq=False)
 class Pins:
-    """Pins messages; ``last`` is the id of the latest, unpinned again if the engine refuses it as too much."""
+    """Pins messages; ``last`` is the id of the latest, which is unpinned if the engine refuses to pin that much."""
 
     state: ChatState
     answers: Answers
@@ -146,7 +146,7 @@ class Pins:
         """Pin a message.
 
         Raises:
-            UsageError: too much would be pinned, or a server has the model.
+            UsageError: too much would be pinned, or the model runs on a server.
         """
         self.state.refuse_served()
         if self.state.info is not None:
@@ -171,9 +171,9 @@ class Pins:
         self.answers.resume_kv()
 
     def _known_tokens(self, message: Message) -> int:
-        """Tokens known to be pinned together with ``message``; the engine counts all of them.
+        """Return the number of tokens known to be pinned with ``message``; only the engine can count all of them.
 
-        Without a pinned system prompt the first question is left out: its known tokens include the system prompt.
+        Unless the system prompt is pinned, the first question is left out: its known tokens include that prompt.
         """
         conversation, first = self.state.conversation, self.state.conversation.path[0]
         ranges = message_ranges(conversation.path, None, 0)

@@ -58,7 +58,7 @@ class Comparisons:
         self._start(RunningComparison("", self.state.model_name, variants, sampling, stage, fact=""))
 
     def ask_for(self, hidden: messages.NeedleHidden) -> bool:
-        """Ask the modes for the hidden fact; False if the comparison was stopped meanwhile."""
+        """Ask the modes for the hidden fact; return False if the comparison was stopped meanwhile."""
         running = self.running
         if running is None or running.is_stopping:
             self.abandon("Stopped before any mode was asked.")
@@ -89,7 +89,7 @@ class Comparisons:
             self.view.show_comparison(running)
 
     def stop(self) -> None:
-        """End it early; the result is what the variants have answered so far."""
+        """End the comparison early; its result is what the variants have answered so far."""
         if self.running is not None:
             self.client.send(messages.Stop())
             self.running.stage, self.running.is_stopping = "stopping …", True
@@ -123,7 +123,7 @@ def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
 
 
 def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages.Variant, ...]:
-    """The variants, completed to two by full mode and, if there is none or only full, the current ``mode``."""
+    """Return at least two variants: add full mode and, if none or only full is given, the current ``mode``."""
     chosen = tuple(variants)
     if len(chosen) < 2:
         first = messages.Variant(modes.REFERENCE)
@@ -137,7 +137,7 @@ def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages
 
 
 def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
-    """Mode, answer, whether the fact is in it, share of the text read, bytes fetched and tokens per second."""
+    """Return a row per mode: name, answer, whether it has the fact, share of the text read, bytes fetched, tokens/s."""
     runs = dict(enumerate(shown.result.runs)) if shown.result else {}
     rows = list[tuple[str, ...]]()
     for index, variant in enumerate(shown.variants):
@@ -154,7 +154,7 @@ def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
 
 
 def verdict(shown: RunningComparison) -> str:
-    """Which mode found it reading least and which missed it; if full mode did, what that means."""
+    """Say which mode found the fact with the least reading, and which missed it; if full mode did, what that means."""
     if shown.result is None:
         return shown.error
     runs = [run for run in shown.result.runs if not run.refusal and _outcome(run, shown.fact) != STOPPED]
@@ -177,7 +177,7 @@ def verdict(shown: RunningComparison) -> str:
 
 
 def is_found(run: Run, fact: str | None) -> bool:
-    """True if the answer contains the fact, in upper or lower case."""
+    """Return whether the answer contains the fact, ignoring case."""
     return bool(fact) and (fact or "").lower() in run.text.lower()
 
 

@@ -30,7 +30,7 @@ from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import AppConfig, ChatState, Phase, no_engine
 from kvchat.tui.view import ChatView
 
-CHECKPOINT_S = 0.5  # however the application ends, an answer loses at most twice as much
+CHECKPOINT_S = 0.5  # however the application ends, an answer loses at most the text of twice this time
 PEEK_TOKENS = 128  # more than a line holds
 
 
@@ -82,7 +82,7 @@ class ChatController:
     async def restart(self) -> None:
         """Replace the engine by a fresh one in the same mode, which processes the conversation again.
 
-        Does not wait for the end of the old one, which takes a second.
+        Do not wait for the old engine to end, which takes a second.
         """
         self.client.forget()
         await self.answers.abandon()
@@ -105,7 +105,7 @@ class ChatController:
         await self.answers.down()
 
     async def listen(self) -> None:
-        """Handle events until canceled, but none of an engine that is being replaced."""
+        """Handle events until canceled, except those of an engine that is being replaced."""
         while True:
             reports, forgotten = await self.client.receive(), self.client.forgotten
             for report in reports:
@@ -116,7 +116,7 @@ class ChatController:
         await self._events.handle(report)
 
     def may_leave(self) -> bool:
-        """False the first time that unsaved text would be lost, which it says."""
+        """Return whether to quit; the first time that unsaved text would be lost, warn and return False."""
         problem = None if self._is_loss_told else self.archive.problem
         if problem is None:
             return True
@@ -139,7 +139,7 @@ class ChatController:
         """Send a question, or queue it until the engine is ready; starts an engine that is down.
 
         Raises:
-            UsageError: a recording is replayed; or the text replaces another one while the engine is busy.
+            UsageError: a recording is being replayed, or the text replaces another one while the engine is busy.
         """
         self.replay.refuse_question()
         if self.state.edits_answer:
@@ -163,7 +163,7 @@ class ChatController:
             await self.answers.down()
 
     def has_to_wait(self, needs_model: bool, keeps_turn: bool) -> bool:
-        """True if a command must wait for a model that is being loaded, or for queued questions."""
+        """Return whether a command must wait for a model that is being loaded, or for queued questions."""
         is_loading = self.state.phase is Phase.LOADING
         return (needs_model and is_loading) or (keeps_turn and self.answers.queue.is_active)
 
@@ -212,7 +212,7 @@ class ChatController:
         """Recompute the tokens that were computed with reduced context."""
         self.state.refuse_served()
         self.branches.require_ready()
-        if not self.state.conversation.path:  # the engine still has the conversation before it
+        if not self.state.conversation.path:  # the engine still has the previous conversation
             raise UsageError("There is nothing to recompute yet.", hint="Ask something first.")
         self.answers.show_phase(Phase.PREFILL, "recomputing tokens …")
         self.client.send(Rebuild())
@@ -246,10 +246,10 @@ class ChatController:
         self.switch(modes.AUTO if is_of_auto else "", {name: value})
 
     def set_later(self, name: str, value: int | float | bool | str) -> None:
-        """Keep a parameter for the next mode that has it; auto chooses again if it may enter one.
+        """Keep a parameter for the next mode that has it; if auto may enter such a mode, it chooses again.
 
         Raises:
-            UsageError: every mode that has it refuses the value, or a server has the model.
+            UsageError: every mode that has the parameter refuses the value, or the model runs on a server.
         """
         self.state.refuse_served()
         if not modes.accepting(name, value):
@@ -261,7 +261,7 @@ class ChatController:
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} applies in the next mode with one.")
 
     def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
-        """Change a parameter of any mode, now or when it is entered; None lets kvchat choose."""
+        """Change a parameter of any mode, now or when the mode is entered; None lets kvchat choose."""
         modes.parse(mode, {name: value})
         if self._is_auto and mode in (modes.AUTO, *modes.ENTERED_BY_AUTO):
             self.switch(modes.AUTO, {name: value} if mode == modes.AUTO else {mode: {name: value}})
@@ -287,7 +287,7 @@ class ChatController:
         """Apply a preset: its mode at once, the rest from the next answer on.
 
         Raises:
-            UsageError: its file is invalid, no model is loaded yet, or it sets a mode and a server has the model.
+            UsageError: its file is invalid, no model is loaded yet, or it sets a mode and the model runs on a server.
         """
         preset = sources.resolve(presets.read(file))
         given = {key: sources.at(preset.settings, key) for key in preset.origins}
@@ -305,12 +305,12 @@ class ChatController:
                 case presets.SYSTEM:
                     self.set_system(value or None)
         if has_mode:
-            self.state.refuse_served()  # only now: the rest applies
+            self.state.refuse_served()  # only now, so that the rest applies
 
     def save_preset(self, name: str) -> Path:
         """Save the system prompt, the sampling and the mode with its changed parameters; return the file.
 
-        The mode is left out if a server has the model.
+        The mode is left out if the model runs on a server.
         """
         self.state.note_mode()
         mode, conversation = self.state.asked, self.state.conversation
@@ -330,9 +330,9 @@ class ChatController:
     # ---- the conversations on disk -------------------------------------------------------------------
 
     async def open_archive(self, resume: bool = False) -> Summary | None:
-        """Open the database, and with ``resume`` the latest conversation; a damaged one is reported and left alone.
+        """Open the database, and with ``resume`` the latest conversation; report a damaged one and leave it alone.
 
-        Returns what was the latest conversation before.
+        Return the conversation that was the latest before.
         """
         if not await self.archive.open():
             return None
@@ -348,7 +348,7 @@ class ChatController:
         return latest
 
     async def keep(self) -> None:
-        """Save the conversation, and show the changed list of conversations, until canceled."""
+        """Until canceled, save the conversation regularly and show the list of conversations when it changes."""
         while True:
             await asyncio.sleep(CHECKPOINT_S)
             self.answers.checkpoint()
@@ -396,7 +396,7 @@ class ChatController:
         self.view.toast("This is a copy; the original conversation is unchanged.")
 
     async def open_last(self) -> None:
-        """Open the last conversation written to, other than the current one."""
+        """Open the most recently changed conversation other than the current one."""
         await self._save()
         others = [one for one in await self.archive.search("") if one.id != self.state.conversation.id]
         if not others:
@@ -421,7 +421,7 @@ class ChatController:
         await self.open(self._deleted.pop())
 
     async def rename(self, title: str, id: str = "") -> None:
-        """Rename the conversation ``id``; empty is the current one."""
+        """Rename the conversation ``id``; "" is the current one."""
         if id in ("", self.state.conversation.id):
             self.state.conversation.rename(title)
             await self._save()
@@ -435,7 +435,7 @@ class ChatController:
         await self._save()
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for the end of an engine without blocking the screen."""
+        """Run ``work``, which waits for an engine to end, without blocking the screen."""
         self._background.add(task := asyncio.create_task(work))
         task.add_done_callback(self._background.discard)
 

@@ -1,4 +1,4 @@
-"""The engine's events: they change the state, and the view shows it."""
+"""Handles the engine's events, which change the state that the view shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT_LEVELS = (1, 0.95, 0.8)  # shares of the context, the highest first
 
 @dataclass(eq=False)
 class EngineEvents:
-    """Handles every event and the engine's end; ``restart`` replaces it by a fresh one."""
+    """Handles every event and the engine's end; ``restart`` starts a fresh engine."""
 
     state: ChatState
     answers: Answers
@@ -128,10 +128,10 @@ class EngineEvents:
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
-            return  # not the conversation's
+            return  # its figures are not the conversation's
         self.state.snapshot = snapshot if self.state.is_stored else without_conversation(snapshot)
         self.state.gpu_history.note(snapshot.gpu, self.state.details)
-        if snapshot.mode == self.state.mode:  # kvchat adapts what it chose
+        if snapshot.mode == self.state.mode:  # kvchat adapts the parameters that it chose
             self.state.params, self.state.auto = snapshot.params, snapshot.auto
         if self.state.snapshot is not None and self.state.phase is not Phase.PREFILL:
             self._warn_of_context(self.state.snapshot.total)
@@ -176,9 +176,9 @@ class EngineEvents:
         self.answers.wait(f"{text} …")
 
     def _warn_of_context(self, tokens: int) -> None:
-        """Warn once for each of CONTEXT_LEVELS that so many tokens reach, and name the remedy."""
+        """Warn once for each of CONTEXT_LEVELS that ``tokens`` reach, and name the remedy."""
         if self.state.is_served and not tokens:
-            return  # a server counts at the end of an answer
+            return  # a server counts tokens only at the end of an answer
         context = self.state.info.context if self.state.info else 0
         ends = context and self.state.mode != modes.HOLDS_LEAST
         level = next((level for level in CONTEXT_LEVELS if ends and tokens >= level * context), 0.0)
@@ -233,7 +233,7 @@ class EngineEvents:
             self.pins.take_back()
 
     async def _crashed(self, crashed: Crashed) -> None:
-        """Restart the engine, unless it crashed before without an answer since."""
+        """Restart the engine, unless it has crashed before and not finished an answer since."""
         was_busy = self.state.phase.busy
         is_cut_off = await self.answers.abandon()
         self.comparisons.abandon("The engine stopped.")

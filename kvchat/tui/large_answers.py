@@ -1,8 +1,8 @@
 """Splits an answer into parts that are drawn one by one, as Markdown of a few widgets or as plain text.
 
-Textual makes a widget of every paragraph, list item and table cell. A new one costs a millisecond or two, and each
-layout visits all: a table of 150 x 60, drawn at once, blocks the screen for 20 s. So Markdown is mounted in parts until
-an answer has ``MOST_WIDGETS``; the rest is plain text.
+Textual makes a widget of every paragraph, list item and table cell. A new widget costs one or two milliseconds, and
+each layout visits all: a table of 150 x 60, drawn at once, blocks the screen for 20 s. So Markdown is mounted in parts
+until an answer has ``MOST_WIDGETS``; the rest is plain text.
 
 Textual re-parses the last block on every append: 5 ms in prose, but 49 ms in a fence of 300 tokens and 141 ms in a
 table of 60 rows. So an open fence or table stays plain text until it closes.
@@ -17,16 +17,16 @@ from math import inf
 
 MOST_WIDGETS = 90  # of an answer
 MOST_OF_BLOCK = 64  # of a table, a fence or a line
-# Widgets after which a part ends at the next line that may begin one, and after which also headings, fences and quotes
-# may begin one, although their margin then makes the gap above them larger.
+# Widgets after which a part ends at the next line that may begin a new one; and widgets after which headings, fences
+# and quotes may begin one too, although their margin then widens the gap above them.
 ENOUGH_OF_PART, ENOUGH_FOR_GAP = 20, 25
 WIDGETS_OF_TABLE = 2  # around its cells
 WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
-LINES_OF_WIDGET = 8  # of code that cost as much as a widget: all code is one widget, but is highlighted
+LINES_OF_WIDGET = 8  # of code whose highlighting costs as much as a widget
 CHARACTERS_OF_WIDGET = 800
 MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # at which the parser stops in a line
 MARKS_OF_WIDGET = 50
-LONGEST_LINE = 3000  # characters: if they are open brackets or addresses, as models repeat them, parsing takes 0.3 s
+LONGEST_LINE = 3000  # characters; parsing so many open brackets or addresses, as models repeat them, takes 0.3 s
 DEEPEST = 10  # nested items and quotes; the parser drops those deeper than ``MOST_NESTED``
 MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
@@ -54,9 +54,9 @@ class Part:
 
 @dataclass
 class _Block:
-    """A line, a whole fence or a whole table, which becomes about so many ``widgets``.
+    """A line, a whole fence or a whole table, which becomes about ``widgets`` widgets.
 
-    It may begin a new part once the current one has ``begins_at`` widgets. If it ``is_open`` the next line may belong
+    It may begin a new part once the current one has ``begins_at`` widgets. If it ``is_open``, the next line may belong
     to it.
     """
 
@@ -67,10 +67,10 @@ class _Block:
 
 
 def parts(text: str) -> list[Part]:
-    """The parts of ``text``; more text changes only the last one.
+    """Return the parts of ``text``; more text changes only the last one.
 
-    A fence, table or line with too many widgets is plain text, with Markdown again after it; if the others together
-    have too many, the rest is plain text.
+    A fence, table or line with too many widgets becomes plain text, and Markdown continues after it. Once all others
+    together have too many, the rest becomes plain text.
     """
     made: list[Part] = []
     spent = in_part = 0.0
@@ -90,19 +90,19 @@ def parts(text: str) -> list[Part]:
 
 
 def definitions(text: str) -> str:
-    """The lines outside code that define links, ``[1]: https://...``, which all parts need."""
+    """Return the lines outside code that define links, ``[1]: https://...``, which all parts need."""
     if not _DEFINITION.search(text):
         return ""
-    # Short ones only: a line that turns out to be no definition is parsed as text, and costs as much.
+    # Only short lines: one that turns out not to be a definition is parsed as text, which costs as much.
     found = (_DEFINITION.match(block.text) for block in _blocks(text) if block.widgets < MOST_OF_DEFINITION)
     return "\n".join([match[0] for match in found if match][:MOST_DEFINITIONS])
 
 
 def closed_end(text: str, inside_line: bool) -> int:
-    """Index up to which ``text`` may be parsed: before a fence or table that is open at its end.
+    """Return the index up to which ``text`` may be parsed: before a fence or table that is open at its end.
 
-    Also before a last line that may yet become a fence, an item or a heading, unless it is ``inside_line``: the text
-    continues a line.
+    A last line that may still become a fence, an item or a heading is left out too. If ``text`` begins ``inside_line``,
+    the rest of that line is always included.
     """
     begun = len(lines(text)[0]) if text and inside_line else 0
     *_, last = [_Block("", 0), *_blocks(text[begun:])]
@@ -111,7 +111,7 @@ def closed_end(text: str, inside_line: bool) -> int:
 
 
 def _blocks(text: str) -> Iterator[_Block]:
-    """The text line by line, with fences and tables whole; the last block may be incomplete."""
+    """Yield the text line by line, with fences and tables whole; the last block may be incomplete."""
     block, fence, was_blank = _Block("", 0), "", True
     for line in lines(text):
         word = line.strip()
@@ -138,7 +138,7 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
-    """About how many widgets a line becomes; wrapping and parsing are counted as the widgets that take as long."""
+    """Estimate how many widgets a line becomes; wrapping and parsing count as the widgets that take as long."""
     size = len(line) / CHARACTERS_OF_WIDGET
     if is_code:
         return size + 1 / LINES_OF_WIDGET
@@ -155,5 +155,5 @@ def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
 
 
 def lines(text: str) -> list[str]:
-    """Lines with their newline, split at newlines only (``splitlines`` knows eight more separators)."""
+    """Split a text into lines with their newlines, at newlines only (``splitlines`` knows eight more separators)."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -28,7 +28,7 @@ from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
 ANSWER_POLL_S = 0.2
-SERVER = "server"  # the kind of one that does not answer
+SERVER = "server"  # the kind of a server that does not respond
 DOWNLOAD = process.python("-m", "kvchat.models.download", str(os.getpid()))
 # Values of --quantize to put in a command; other names are formats of quantized checkpoints.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
@@ -111,7 +111,7 @@ class Models:
         self._send(self.in_use)
 
     def loaded(self) -> bool:
-        """Note that a model was loaded; False if it is the old one, because another could not be loaded."""
+        """Note that a model was loaded; return False if it is the old one, because another could not be loaded."""
         if self._keeps_old:
             self._keeps_old = False
             return False
@@ -124,20 +124,20 @@ class Models:
         return True
 
     def failed(self, is_fatal: bool) -> bool:
-        """Note a failure; True if the old model reports itself next, because another could not be loaded."""
+        """Note a failure; return True if the old model will report that it is loaded, because another could not be."""
         was_loading, self._asked = self._asked is not None, None
         self._keeps_old = was_loading and not is_fatal
         return self._keeps_old
 
     def remedies(self) -> tuple[Remedy, ...]:
-        """The remedies if the model being loaded does not fit."""
+        """Return the remedies if the model being loaded does not fit."""
         return load_anyway(self._asked, self._base) if self._asked is not None else ()
 
     async def stop(self) -> None:
-        """Stop what is being loaded or downloaded.
+        """Stop loading or downloading a model.
 
-        Loading the first model stops at the second call. One call more ends an engine that does not stop; a fresh one
-        loads the model in use.
+        Loading the first model stops at the second call. One more call ends an engine that does not stop, and a fresh
+        one loads the model in use.
         """
         if self._asked is None or self.state.phase is not Phase.LOADING:
             self.download.stop()
@@ -233,7 +233,7 @@ class Models:
         self._plans += 1
 
     def show_plan(self, planned: Planned) -> None:
-        """Show a plan as a table; for the model in use with measured bytes next to it."""
+        """Show a plan as a table; for the model in use, with measured bytes next to it."""
         self._plans = max(0, self._plans - 1)  # a recording contains plans that were not requested here
         if planned.plan is None:
             self.view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
@@ -250,7 +250,7 @@ class Models:
 
 
 async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> list[FoundModel]:
-    """The models of the servers at these addresses; one without an answer has a ``problem``.
+    """Return the models of the servers at these addresses; a server that does not respond has a ``problem``.
 
     ``looks_around`` adds servers on this machine's usual ports.
     """
@@ -285,7 +285,7 @@ class Download:
         self._is_stopped = False
 
     async def run(self, name: str, report: Callable[[str], None]) -> bool:
-        """Download the model ``name``, reporting each stage; False if it was stopped."""
+        """Download the model ``name``, reporting each stage; return False if it was stopped."""
         self._is_stopped = False
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -340,7 +340,7 @@ class Row(NamedTuple):
 
 
 def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> Iterator[str]:
-    """The table as lines; ``measured`` holds bytes of a loaded model by the key of a row."""
+    """Yield the table as lines; ``measured`` holds bytes of a loaded model by the key of a row."""
     yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
     yield ""
     yield from _table("", list(_rows(made)), measured)
@@ -361,7 +361,7 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
 
 
 def command_line(made: MemoryPlan, proposal: Proposal) -> str:
-    """The command that starts kvchat as planned and proposed."""
+    """Return the command that starts kvchat as planned and proposed."""
     is_named = proposal.quantize in CHOICES or "quantize" in made.given  # "none" overrides the settings
     quantize = f" --quantize {proposal.quantize}" if is_named else ""
     budget = "" if proposal.budget is None else f" --budget {proposal.budget}"

@@ -19,8 +19,8 @@ FIGURES = {
     },
     "this answer": {
         "reads": "stored tokens that the last token attended to, on average over layers and KV heads: more than the"
-        " budget where some layers read everything, not all in full mode where some have a sliding window; a prompt"
-        " reads everything in every mode",
+        " budget where some layers read everything; less than everything in full mode where some have a sliding"
+        " window; a prompt reads everything in every mode",
         "attention covered": "share of the model's attention to everything stored that falls on the tokens"
         " read: sampled in one layer from time to time, averaged over all layers",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",
@@ -102,7 +102,7 @@ def state_words(on_gpu: bool) -> dict[str, str]:
 
 
 def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tuple[str, Rows]]:
-    """Title and rows of each panel, by its name; a server has other titles and rows, and no memory on this machine."""
+    """Return title and rows of each panel, by its name; a server has others, and uses no memory on this machine."""
     if s.server is not None:
         return {
             "context": ("this answer", answer_rows(s, s.server)),
@@ -119,7 +119,7 @@ def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tupl
 
 
 def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
-    """Rows for the context and the tokens that a server reused in the conversation's last answer."""
+    """Return rows for the context and the tokens that a server reused in the conversation's last answer."""
     rows = [_used(s)]
     if not s.total:
         return rows
@@ -132,7 +132,7 @@ def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
 
 
 def server_rows(f: ServerFigures) -> Rows:
-    """Rows for the figures that a server reports."""
+    """Return rows for the figures that a server reports."""
     rows = [("server's K/V", _of_room(f.used_share, f.capacity))] if (f.used_share, f.capacity) != (None, None) else []
     if f.prefix_share is not None or f.prefix_tokens is not None:
         known = (percent(f.prefix_share) if f.prefix_share is not None else "", _tokens(f.prefix_tokens))
@@ -149,7 +149,7 @@ def server_rows(f: ServerFigures) -> Rows:
 
 
 def _of_room(share: float | None, room: int | None) -> str:
-    """``12 % of 65,536 tok``"""
+    """Return a share of a capacity, such as ``12 % of 65,536 tok``."""
     if share is None:
         return f"room for {_tokens(room)}"
     return " of ".join(filter(None, (percent(share), _tokens(room))))
@@ -160,7 +160,7 @@ def _tokens(number: int | None) -> str:
 
 
 def plain_rows(s: Snapshot) -> Rows:
-    """The four figures that are shown from the beginning."""
+    """Return rows for the four figures that are shown at first."""
     if s.server is not None:
         return [*answer_rows(s, s.server)[:2], *server_rows(s.server)[:2]]
     read = _read(s) if s.total else "nothing yet"
@@ -185,7 +185,7 @@ def _read(s: Snapshot) -> str:
 
 
 def mode_rows(s: Snapshot) -> Rows:
-    """Rows for the mode's budget, its parameters, and the cost of switching to the next mode."""
+    """Return rows for the mode's budget, its parameters, and the cost of switching to the next mode."""
     budget = s.params.get("budget")
     limit = [("budget", f"{count(budget)} tokens a head")] if isinstance(budget, int) else []
     rows, after = [*limit, ("parameters", "in /settings")], next_mode(s.mode)
@@ -196,7 +196,7 @@ def mode_rows(s: Snapshot) -> Rows:
 
 
 def context_rows(s: Snapshot) -> Rows:
-    """Rows for the tokens that the last step read, the K/V on the device and the bytes fetched."""
+    """Return rows for the tokens that the last step read, the K/V on the device and the bytes fetched."""
     if not s.total:
         return [("reads", "nothing stored yet")]
     rows = [("reads", _read(s))]
@@ -216,14 +216,14 @@ def context_rows(s: Snapshot) -> Rows:
 
 
 def saved_bytes(s: Snapshot) -> int:
-    """Bytes that full mode would hold on the device beyond those held now; 0 if unknown."""
+    """Return the bytes that full mode would hold on the device beyond those held now; 0 if unknown."""
     of_full = (price for price in s.prices if price.mode == REFERENCE)
     full = next((price.device_bytes for price in of_full if not price.refusal), 0)
     return max(full - s.kv_device_bytes, 0)
 
 
 def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
-    """Rows for recall from RAM to the GPU; its rate also as a share of the measured rate of the link."""
+    """Return rows for recall from RAM to the GPU; its rate also as a share of the link's measured rate."""
     rows = [("total", size(s.recalled_bytes) if s.recalled_bytes else "nothing yet")]
     rows += [("hit rate", percent(s.recall_hit_rate))] if s.recall_hit_rate is not None else []
     if s.corrections:  # only one mode corrects
@@ -232,7 +232,7 @@ def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 
 
 def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
-    """Rows for the time that recall took for a token and that the model waited (p50, p95), and for its rate."""
+    """Return rows for the time per token that recall took and that the model waited (p50, p95), and for its rate."""
     times = percentiles(s.recall_ms_p50, s.recall_ms_p95)
     rows = [("time p50 / p95", times)] if s.recall_ms_p95 is not None else []
     if s.recall_bytes_per_s is not None:
@@ -244,7 +244,7 @@ def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 
 
 def memory_rows(s: Snapshot) -> Rows:
-    """Rows for memory: of the GPU by NVML, of torch and of kvchat."""
+    """Return rows for the memory of the GPU (by NVML), of torch and of kvchat."""
     own = [("weights", size(s.weight_bytes)), ("K/V in RAM", size(s.kv_host_bytes))]
     if s.kv_parked_bytes:
         own.append(("parked", size(s.kv_parked_bytes)))
@@ -261,12 +261,12 @@ def memory_rows(s: Snapshot) -> Rows:
 
 
 def has_gpu(s: Snapshot) -> bool:
-    """True if the engine runs on a GPU."""
+    """Return whether the engine runs on a GPU."""
     return s.gpu is not None or s.torch_allocated is not None
 
 
 def gpu_rows(gpu: Gpu) -> Rows:
-    """Rows for what NVML reads, which on some drivers is not all."""
+    """Return rows for what NVML reports; some drivers do not report everything."""
     vitals = ((gpu.utilization, "%"), (gpu.temperature, "°C"), (gpu.power, "W"))
     load = " · ".join(figure(value, unit) for value, unit in vitals if value is not None)
     rows = [
@@ -279,13 +279,13 @@ def gpu_rows(gpu: Gpu) -> Rows:
 
 
 def explain(label: str, mode: str) -> str:
-    """The meaning of a row in ``mode``; empty if unknown, as for some modes of other packages."""
+    """Return the meaning of a row in ``mode``; empty if unknown, as for some modes of other packages."""
     own = registered()[mode].figures if mode in registered() else {}
     return own.get(label) or EXPLANATIONS.get(label, "")
 
 
 def extra_rows(extras: Params) -> Rows:
-    """Rows for the current mode's own figures."""
+    """Return rows for the current mode's own figures."""
     return [(name, _value(value)) for name, value in extras.items() if value is not None]
 
 

@@ -1,4 +1,4 @@
-"""The keys in force, those of the table of actions unless the user changed them, and how they are written."""
+"""The current keys, which come from the table of actions unless the user changed them, and how they are written."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KNOWN = {key.value for key in Keys}
 
 
 def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
-    """The keys of an action; ``rebound`` holds the changed ones by the id of their action."""
+    """Return the keys of an action; ``rebound`` holds the changed ones by the id of their action."""
     return [key.strip() for key in rebound.get(action.id, action.keys).lower().split(",") if key.strip()]
 
 
 def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
-    """The keys of an action for people: ``PgUp``, ``↑ / ↓``."""
+    """Name the keys of an action for people: ``PgUp``, ``↑ / ↓``."""
     return " / ".join(map(describe_key, keys_of(action, rebound)))
 
 
@@ -68,7 +68,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 
 
 def describe_key(key: str) -> str:
-    """Name a key for people: ``shift+f6`` -> ``Shift+F6``; a letter stays as it is, for its capital is another key."""
+    """Name a key for people: ``shift+f6`` -> ``Shift+F6``; a letter is unchanged: its capital is another key."""
     *modifiers, last = key.split("+")
     name = NAMES.get(last, key if len(key) == 1 else last.capitalize())
     return "+".join([*(modifier.capitalize() for modifier in modifiers), name])
@@ -80,6 +80,6 @@ def hint_key(key: str) -> str:
 
 
 def is_key(key: str) -> bool:
-    """True if Textual knows the key, as in ``ctrl+shift+f6``."""
+    """Return whether Textual knows the key, as in ``ctrl+shift+f6``."""
     *modifiers, last = key.split("+")
     return all(modifier in MODIFIERS for modifier in modifiers) and (last in KNOWN or len(last) == 1)

@@ -16,7 +16,7 @@ SLOWEST = 1 / 8
 class Replay:
     """The pace of the recording ``name``, which is empty for a real engine.
 
-    ``is_real_time`` is False once the pace was changed, after which speeds measured on the screen are wrong.
+    ``is_real_time`` is False once the pace has been changed, because speeds measured on the screen are then wrong.
     ``is_over`` says that it was played to its end.
     """
 
@@ -73,7 +73,7 @@ class DetailsWatch:
         self._watching = {"recording"} if is_recorded else set[str]()
 
     def begin(self, who: str) -> None:
-        """Request details for ``who``; the first come at once."""
+        """Request details for ``who``; the first ones come at once."""
         if who not in self._watching:
             self._watching.add(who)
             self._client.send(Watch(True))
@@ -86,6 +86,6 @@ class DetailsWatch:
                 self._client.send(Watch(False))
 
     def renew(self) -> None:
-        """Request them again after a model was loaded, perhaps by a new process."""
+        """Request details again after a model was loaded, perhaps by a new process."""
         if self._watching:
             self._client.send(Watch(True))

@@ -77,7 +77,7 @@ class SettingsEditor:
         return self._appearance.keys if self._appearance else {}
 
     def settings(self) -> list[Setting]:
-        """All settings in the order of the schema, then the keys; not those of modes for comparison, unless current."""
+        """Return all settings in the order of the schema, then the keys; modes for comparison only if current."""
         rows = [
             self._setting(key, info.description or "", expected(info), choices(info))
             for key, info in sources.leaves()
@@ -109,10 +109,10 @@ class SettingsEditor:
             self._changed[key] = value
 
     def save(self) -> str:
-        """Write the unsaved changes to config.toml; the returned sentence says so and what overrides the file.
+        """Write the unsaved changes to config.toml; return a sentence that says so and what overrides the file.
 
         Raises:
-            UsageError: no file is configured, or it is invalid or cannot be written; it is left as it was.
+            UsageError: no file is configured, or it is invalid or cannot be written; it is unchanged.
         """
         from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 
@@ -123,7 +123,7 @@ class SettingsEditor:
         settings_file.save(self.file, self._unsaved)
         saved, self._unsaved = self._unsaved, {}
         set_before = {self._resolved.origins.get(key, "") for key in saved}
-        stronger = sorted(origin for origin in set_before if origin.startswith(("--", "KVCHAT_")))  # of this start
+        stronger = sorted(origin for origin in set_before if origin.startswith(("--", "KVCHAT_")))  # of this run
         origins = {key: origin for key, origin in self._resolved.origins.items() if key not in saved}
         written = {key: origin for key, origin in sources.file_source(self.file).origins.items() if key in saved}
         self._resolved = replace(self._resolved, origins=origins | written)
@@ -168,7 +168,7 @@ class SettingsEditor:
         return self._settled(key)
 
     def _settled(self, key: Key) -> Any:
-        """The value from the settings, with changes."""
+        """Return the value from the settings, with changes."""
         if key in self._changed:
             value = self._changed[key]
             return self._default(key) if value is None else value
@@ -215,14 +215,14 @@ class SettingsEditor:
 
 
 def _is_live(key: Key) -> bool:
-    """True if a change takes effect at once; the engine learns the room for other conversations only when it starts."""
+    """Return whether a change takes effect at once; the engine reads the limits for kept K/V only when it starts."""
     if key in (("kv", "parked_gib"), ("kv", "saved_gib")):
         return False
     return key[0] in ("kv", "sampling", KEYS) or key in (("model", "system"), ("ui", "theme"))
 
 
 def _parsed(key: Key, text: str) -> Any:
-    """The typed value: a newline is written ``\\n``, several stop strings as a TOML list."""
+    """Parse a typed value: a newline is written ``\\n``, several stop strings as a TOML list."""
     if text.startswith("["):
         try:
             return sources.typed(key, tomli.loads(f"typed = {text}")["typed"])

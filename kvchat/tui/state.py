@@ -1,4 +1,4 @@
-"""The state of the chat, plain data that user actions and engine events change, and the options it begins with."""
+"""The state of the chat, plain data that user actions and engine events change, and the options it starts with."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ UNFINISHED = ""  # in place of the id of the answer in progress
 EVERY_S = 1.0
 POINTS = 240
 SETTLED_TOKENS = 64
-TIMED_S = 0.2  # text that was held up arrives all at once: a shorter time gives no speed
+TIMED_S = 0.2  # a shorter time gives no speed, because text that was held up arrives all at once
 
 
 class Phase(Enum):
@@ -99,7 +99,7 @@ class Moment:
 
 
 class GpuHistory:
-    """At most one ``Moment`` a second, the oldest first; ``clock`` returns seconds."""
+    """At most one ``Moment`` per second, the oldest first; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.moments: deque[Moment] = deque(maxlen=POINTS)
@@ -123,13 +123,13 @@ class ChatState:
     """The state of the chat.
 
     Attributes:
-        mode: in force, as are ``params``; ``wanted`` is the mode last asked for.
+        mode: the current mode, and ``params`` its parameters; ``wanted`` is the mode requested last.
         auto: why kvchat chose this mode; empty if the user did.
         settings: parameters of each mode from the settings.
         given: parameters changed at run time for each mode, as the engine last reported; it has not confirmed the
-            ``pending`` ones yet. ``later`` are kept for the next mode that has them, ``awaiting`` for the named mode.
-        first_mode: the mode in which the answer began, and ``prompt_tokens`` the length of its prompt, once known.
-        stage: the current step of loading; ``download`` that of a download.
+            ``pending`` ones yet. ``later`` waits for the next mode that has them, ``awaiting`` for the named mode.
+        first_mode: the mode in which the answer began; ``prompt_tokens`` is the length of its prompt, once known.
+        stage: the current step of loading; ``download`` is that of a download.
         edited: the id of the message that the next text sent replaces.
         is_stored: True if the engine's K/V are those of this conversation, not of the previous one.
     """
@@ -164,13 +164,13 @@ class ChatState:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The fields of the mode in force and of auto, by name; empty for a mode that only the engine knows."""
+        """The current mode's fields by name, with auto's if it chose the mode; empty if only the engine knows it."""
         current = registered()[self.mode].model_fields if self.mode in registered() else {}
         return {**current, **AutoParameters.model_fields} if self.asked == AUTO else current
 
     @property
     def model_name(self) -> str:
-        """The model in use and the format of its weights, as ``Qwen3-4B, int4``; empty before one is loaded."""
+        """The model in use and the format of its weights, such as ``Qwen3-4B, int4``; empty before one is loaded."""
         return described(self.info) if self.info else ""
 
     @property
@@ -184,13 +184,13 @@ class ChatState:
             raise UsageError(f"{self.info.server} decides how K/V are kept and read.", self.info.offers, INSTEAD)
 
     def note_mode(self) -> None:
-        """Note the mode and its changed parameters in the conversation, unless a server has the model."""
+        """Note the mode and its changed parameters in the conversation, unless the model runs on a server."""
         if not self.is_served:
             self.conversation.mode = self.asked
             self.conversation.params = to_keep(self.asked, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
-        """A function from a message's id to its mark, which shows how much of it is read; None if nothing is stored."""
+        """Return a function from a message's id to its mark (how much of it is read), None if nothing is stored."""
         ranges, messages = self._ranges(snapshot.total), self.conversation.messages
 
         def mark_of(id: str) -> Mark | None:
@@ -200,7 +200,7 @@ class ChatState:
         return mark_of
 
     def message_at(self, position: int) -> str | None:
-        """The id of the message that a stored token belongs to; None if unknown."""
+        """Return the id of the message that a stored token belongs to; None if unknown."""
         ranges = self._ranges(self.snapshot.total) if self.snapshot else {}
         return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
 
@@ -215,7 +215,7 @@ class ChatState:
 
     @property
     def file_limit(self) -> int:
-        """The most bytes of the files in a question; the context would not hold more."""
+        """The most bytes that the files in a question may have; the context would not hold more."""
         known = self.info.context if self.info else 0
         return known * attachments.BYTES_PER_TOKEN if known else attachments.MAX_BYTES
 
@@ -223,7 +223,7 @@ class ChatState:
         self.phase, self.stage = phase, stage
 
     def enter_mode(self, mode: str, params: Params, auto: str = "") -> None:
-        """Set the mode and parameters in force, from which the next F6 switches."""
+        """Set the current mode and parameters, from which the next F6 switches."""
         self.mode, self.params, self.auto = mode, params, auto
         self.wanted = self.asked
 
@@ -234,7 +234,7 @@ class ChatState:
             self.forget_stored()
 
     def forget_stored(self) -> None:
-        """Forget the figures of what is stored: it is of another conversation or of another branch."""
+        """Forget the figures of the stored tokens, which belong to another conversation or another branch."""
         self.is_stored, self.details = False, None
         if self.snapshot is not None:
             self.snapshot = without_conversation(self.snapshot)
@@ -244,7 +244,7 @@ class ChatState:
         self.is_stored, self.snapshot, self.details = False, None, None
 
     def footer(self, message: Message) -> str:
-        """The line under a message: an answer's receipt, its number among its siblings, whether it is pinned."""
+        """Return the line under a message: an answer's receipt, its number among its siblings, whether it is pinned."""
         siblings = self.conversation.siblings(message.id)
         place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
         cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
@@ -254,9 +254,10 @@ class ChatState:
         return [(message, self.footer(message)) for message in self.conversation.path]
 
     def take_later(self, mode: str) -> Params:
-        """Remove and return the values kept for ``mode``, or for a later mode that has them.
+        """Remove and return the values kept for ``mode``, or for the next mode that has them.
 
-        Auto's contain those of each mode that it enters, under its name; a value that several modes have goes to each.
+        For auto, they contain those of each mode that it enters, under the mode's name; a value that several of these
+        have goes to each.
         """
         known = choosable()[mode].model_fields.keys() - choosable()[mode].own.keys()
         taken = {name: self.later.pop(name) for name in known & self.later.keys()}
@@ -300,22 +301,22 @@ class ChatState:
 
 
 def no_engine() -> UsageError:
-    """The error of a command that needs a running engine."""
+    """Return the error for a command that needs a running engine."""
     return UsageError("The engine is down.", hint="/restart or the next question starts it again.")
 
 
 def described(info: Loaded) -> str:
-    """A model's name and the format of its weights, if known."""
+    """Return a model's name and the format of its weights, if known."""
     return ", ".join(filter(None, (short_name(info.model), info.weights or info.dtype)))
 
 
 def percentiles(p50: float | None, p95: float | None) -> str:
-    """``1.2 / 3.4 ms``, the median and the 95th percentile."""
+    """Return the median and the 95th percentile, such as ``1.2 / 3.4 ms``."""
     return f"{figure(p50, digits=1)} / {figure(p95, 'ms', 1)}"
 
 
 def without_conversation(snapshot: Snapshot) -> Snapshot:
-    """The snapshot without the figures of a conversation: those of the machine, the model and the mode remain."""
+    """Return the snapshot without the conversation's figures; those of machine, model and mode remain."""
     return replace(
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
         ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
@@ -340,7 +341,7 @@ def describe_modes(state: ChatState) -> str:
 
 
 def describe_price(price: Price) -> str:
-    """Bytes to move and the estimated time."""
+    """Return the bytes to move and the estimated time."""
     if price.refusal:
         return "refused"
     moved = size(price.moved_bytes)
@@ -348,7 +349,7 @@ def describe_price(price: Price) -> str:
 
 
 def describe_switch(switched: Switched, before: float | None, after: float | None) -> str:
-    """A live switch in a line: what the user set of the mode, and the tokens/s before and after it if known."""
+    """Describe a live switch in a line: the parameters that the user set, and tokens/s before and after, if known."""
     name = switched.mode if switched.before == switched.mode else f"{switched.before} → {switched.mode}"
     shown = {"budget", *switched.given.get(switched.mode, {})}
     values = ((key, value) for key, value in switched.params.items() if key in shown and value is not None)
@@ -366,7 +367,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
 
 
 def summarize(stats: Iterable[Stats]) -> str:
-    """An aligned table of the known sums and means over the answers."""
+    """Return an aligned table of the known sums and averages over the answers."""
     answers = list(stats)
     if not answers:
         return "There are no answers yet: ask something first."
@@ -387,14 +388,14 @@ def summarize(stats: Iterable[Stats]) -> str:
 
 
 def _speed(answers: Iterable[Stats]) -> float | None:
-    """Tokens per second over all answers, weighted by their lengths."""
+    """Return tokens per second over all answers, weighted by their lengths."""
     timed = [(s.generated_tokens, s.generated_tokens / s.decode_tokens_per_s) for s in answers if s.decode_tokens_per_s]
     tokens, taken = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0)
     return tokens / taken if taken else None
 
 
 def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
-    """The mean of the known values, each with its weight."""
+    """Return the average of the known values, each with its weight."""
     known = [(value, weight) for value, weight in values if value is not None]
     weights = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / weights if weights else None
@@ -408,10 +409,10 @@ class Mark(NamedTuple):
 
 
 def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: int) -> Ranges:
-    """The positions of each message's stored tokens, by its id; the template's tokens before a message belong to it.
+    """Return the positions of each message's stored tokens by its id; template tokens before a message belong to it.
 
-    They follow from the counts of the answers: a message without counts, as an answer cut off by a crash, has none.
-    ``prompt_tokens`` precede the answer in progress, None without one; ``total`` tokens are stored.
+    They follow from the answers' counts, so a message without counts, such as an answer cut off by a crash, has none.
+    ``prompt_tokens`` precede the answer in progress (None without one); ``total`` tokens are stored.
     """
     ranges: Ranges = {}
     question, end = "", 0
@@ -428,7 +429,7 @@ def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: in
 
 
 def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:
-    """The mark of a message whose tokens are ``start`` to ``end``; None if none of them is stored."""
+    """Return the mark of a message whose tokens are ``start`` to ``end``; None if none of them is stored."""
     cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
     letters, digits = s.ribbon[cells], s.attended[cells]
     if start >= end or not letters or len(digits) != len(letters):
@@ -466,7 +467,7 @@ class RunningComparison:
         return self.result is not None or bool(self.error)
 
     def read(self, done: int, total: int) -> None:
-        """Note that ``done`` of ``total`` tokens of the prompt have been read."""
+        """Note that ``done`` of ``total`` tokens of the prompt have been processed."""
         self.stage = f"processing {count(done)} of {count(total, 'token')} …"
 
     def note(self, comparing: Comparing) -> None:
@@ -484,7 +485,7 @@ class RunningComparison:
 
 
 class SwitchLine:
-    """The line of a switch, as ``full → speculative · at 14,203 tok · 41 → 58 tok/s``.
+    """The line of a switch, such as ``full → speculative · at 14,203 tok · 41 → 58 tok/s``.
 
     ``speed`` is measured before the switch, in tokens/s; the speed after it is added once it is measured.
     """
@@ -541,14 +542,14 @@ class AppConfig:
 
     Attributes:
         theme_dirs: the user's, in addition to the bundled themes.
-        keys: replaces keys by the id of their action.
+        keys: the changed keys, by the id of their action.
         history_file: None keeps the prompt history in memory, ``database`` None the conversations.
         resume: opens the latest conversation; ``keeps_new`` saves new ones.
-        asked_mode: from the command line, as ``asked_params`` by mode: they override those of a resumed conversation.
+        asked_mode: the command line's mode; it and its ``asked_params`` override those of a resumed conversation.
         prompt: sent first, as if typed, with ``piped`` before it.
         model_folders: searched for models; ``servers`` are asked for theirs.
         engine_command: None starts the real one, as does ``download_command``.
-        profile: names the profiles in force.
+        profile: names the active profiles.
         recorder: records what the engine reports; ``replay`` names the recording that the engine plays.
         problems: settings that could not be used, shown once.
         resolved: all settings with their sources; ``config_file`` is where changes are saved, None for nowhere.

@@ -1,7 +1,7 @@
 """The terminal: input of any bytes, output without the control characters of a text, and the clipboard.
 
-OSC 52 sets the terminal's clipboard, but the terminal may ignore it without an answer. pyperclip (the extra
-``clipboard``) sets the system's, which over SSH would be the remote machine's.
+OSC 52 sets the terminal's clipboard, but the terminal may silently ignore it. pyperclip (the extra ``clipboard``) sets
+the system's clipboard, which over SSH would be the remote machine's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvchat.units import count
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 NEXT_READ_S = 0.02  # the parts of a paste follow each other faster than a person's keys
-_ESC_KEY = "\x1b[27u"  # as terminals send it that distinguish the key from the beginning of a sequence
+_ESC_KEY = "\x1b[27u"  # from terminals that distinguish the key from the beginning of a sequence
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _TEXT = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
-TERMINALS_TAKE = 74_994  # bytes: in base64 100,000, the limit of many terminals
+TERMINALS_TAKE = 74_994  # bytes; in base64 these are 100,000, the limit of many terminals
 PATIENCE_S = 5.0
 TO_FILE = "/copy FILE writes it into a file."
 REMOTE = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
@@ -56,7 +56,7 @@ class InputDecoder:
     """Decodes input: bytes that are not UTF-8 become U+FFFD, ESC inside a paste a visible mark.
 
     Textual's own decoder would end the application, and its parser would read the ESC as keys. It would also read Esc
-    and a text that arrive together as Alt and a letter; here ESC before two characters is the key.
+    and a text that arrive together as Alt and a letter; here, ESC before two characters is the Esc key.
 
     If the terminal does not mark pastes, several lines in one read are a paste.
     """
@@ -70,10 +70,10 @@ class InputDecoder:
         self._held = ""  # the last characters of a paste, which may begin PASTE_END
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """The text of the bytes read; half of a ``PASTE_END`` is returned with the next bytes.
+        """Return the text of the bytes read; an incomplete ``PASTE_END`` is returned with the next bytes.
 
-        If the terminal has vanished the application ends, because reading nothing would keep a core busy. It may have
-        had no SIGHUP, which nohup and some terminals let it ignore.
+        If the terminal is gone, end the application: reading nothing would keep a core busy. SIGHUP may not have ended
+        it, because nohup and some terminals let it ignore that signal.
         """
         if not (data or final) and has_vanished():
             if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
@@ -89,9 +89,9 @@ class InputDecoder:
         return "".join(parts)
 
     def _is_unmarked_paste(self, text: str) -> bool:
-        """True for several lines in one read that are not all commands, and for text that follows them immediately.
+        """Return whether one read has several lines that are not all commands, or text that follows these immediately.
 
-        Enter alone and any other key end the paste. The end of a single line is Enter, but that of several is pasted.
+        Enter alone or any other key ends the paste. A newline after a single line is Enter, after several it is pasted.
         """
         now, before = self._clock(), self._pasted_at
         self._pasted_at = -math.inf
@@ -119,7 +119,7 @@ class InputDecoder:
 
 
 def has_vanished() -> bool:
-    """True if stdin's terminal is gone: its window was closed, or its connection broke."""
+    """Return whether stdin's terminal is gone, because its window was closed or its connection broke."""
     try:
         termios.tcgetattr(0)
     except termios.error as error:
@@ -128,9 +128,9 @@ def has_vanished() -> bool:
 
 
 def decode_leniently(driver: type[Driver]) -> type[Driver]:
-    """Let ``driver`` read the terminal by an ``InputDecoder``, and return it.
+    """Let ``driver`` decode the terminal's input by an ``InputDecoder``, and return it.
 
-    Its reading loop looks its decoder up by a name in its module, which is replaced.
+    Its reading loop looks up the decoder by a name in its module, which is replaced.
     """
     module = sys.modules[driver.__module__]
     if hasattr(module, "getincrementaldecoder"):  # a driver without a terminal decodes nothing
@@ -139,7 +139,7 @@ def decode_leniently(driver: type[Driver]) -> type[Driver]:
 
 
 def has_system(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if the system's clipboard is the user's, and pyperclip can write to it."""
+    """Return whether the system's clipboard is the user's, and pyperclip can write to it."""
     return not any(environ.get(name) for name in REMOTE) and find_spec("pyperclip") is not None
 
 
@@ -161,7 +161,7 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
 
 
 def describe(text: str, refusal: str | None) -> str:
-    """Where a text was copied to; ``refusal`` is what ``copy_to_system`` returned, None if only OSC 52 was sent."""
+    """Say where a text was copied; ``refusal`` is what ``copy_to_system`` returned, None if only OSC 52 was sent."""
     if refusal == "":
         return f"Copied {count(len(text), 'character')}."
     sent = f"Sent {count(len(text), 'character')} to the terminal's clipboard (OSC 52)."

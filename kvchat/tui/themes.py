@@ -39,14 +39,14 @@ _COLORS = {
 
 
 def suited() -> str:
-    """The default theme: the terminal's own colors if it has only 16, or if NO_COLOR is set."""
+    """Return the default theme: the terminal's own colors if it has only 16, or if NO_COLOR is set."""
     colors: Any = os.environ.get("TEXTUAL_COLOR_SYSTEM", "auto")  # as Textual asks
     terminal = Console(force_terminal=True, color_system=colors)
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
-    """The bundled themes and those in ``directories`` by name (the later wins), and the errors of unreadable ones."""
+    """Return the bundled themes and those in ``directories`` by name (the last wins), and the invalid ones' errors."""
     themes: dict[str, Theme] = {}
     problems: list[UsageError] = []
     for directory in (bundled_themes_dir(), *directories):
@@ -61,10 +61,10 @@ def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageE
 
 
 def load(path: Path) -> Theme:
-    """The theme in one file, named like the file unless it has a name.
+    """Return the theme in one file, named like the file unless it has a name.
 
     Raises:
-        UsageError: the file cannot be read, is not TOML or has a wrong field or color; it names file and reason.
+        UsageError: the file cannot be read, is not TOML or has a wrong field or color; the message has file and reason.
     """
     try:
         fields = {"name": path.stem, **tomli.loads(unmarked(files.read(path).decode()))}

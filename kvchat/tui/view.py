@@ -88,10 +88,10 @@ class ChatView(Protocol):
         """Add an empty answer."""
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchLine:
-        """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
+        """Mark a switch in the transcript, ribbon and timeline; ``speed`` is that before it, in tokens/s."""
 
     def add_way_back(self, switched: Switched) -> None:
-        """Report a switch that undoes the last one, with no token between, if that one's line cannot be removed."""
+        """Report a switch that undoes the last one, with no token between, if the last one's line cannot be removed."""
 
     def add_note(self, text: str, struck: str = "") -> None:
         """Add a quiet note, followed by ``struck`` with a line through it."""
@@ -124,13 +124,13 @@ class ChatView(Protocol):
         """Show a comparison and its progress."""
 
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
-        """List the saved conversations, the last one written to first; ``current`` is the id of this one."""
+        """List the saved conversations, the most recently changed first; ``current`` is the id of the one shown."""
 
     async def show_models(self, find: Find) -> None:
         """List the models, so that one can be chosen."""
 
     def restore_prompt(self, text: str) -> bool:
-        """Return a text to the prompt; False if another has been begun there."""
+        """Return a text to the prompt; return False if another text has been begun there."""
 
     def copy(self, text: str) -> None:
         """Copy a text to the clipboard."""
@@ -145,7 +145,7 @@ class Remedy:
 
 
 def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
-    """Remedies when memory has run out: halve the budget, use the mode that holds least, unload the model.
+    """Return remedies when memory has run out: halve the budget, use the mode that holds least, unload the model.
 
     The first two continue an answer that ``is_cut_off``; otherwise its question is back in the prompt.
     """
@@ -162,7 +162,7 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
 
 
 def context_full_remedy(state: ChatState) -> Remedy:
-    """The remedy for a full context: the mode without an end, or a new conversation if that mode is refused."""
+    """Return the remedy for a full context: the mode that has no end, or a new conversation if that is refused."""
     prices = state.snapshot.prices if state.snapshot else ()
     if state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):
         return Remedy("start another conversation", ("/new",))
@@ -170,7 +170,7 @@ def context_full_remedy(state: ChatState) -> Remedy:
 
 
 def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:
-    """The remedy for a model that does not fit: load it anyway, with what differs from the ``settings``; once only."""
+    """Return the remedy for a model that does not fit: load it anyway, with what ``settings`` lack; only once."""
     if load.force:
         return ()
     given = (name for name in ("device", "dtype", "quantize") if getattr(load, name) != getattr(settings, name))

@@ -24,14 +24,14 @@ from kvchat.tui.state import describe_modes, summarize
 from kvchat.units import count
 
 Handler = Callable[[ChatController, str], Awaitable[None]]
-NEEDLE_TOKENS = 2000  # four times the bundled model's budget; read in seconds on two cores
+NEEDLE_TOKENS = 2000  # four times the bundled model's budget; processed in seconds on two cores
 MIN_NEEDLE_TOKENS = 256
-SWITCHES = ("enable_thinking", "thinking", "think")  # names of the variable in templates
+SWITCHES = ("enable_thinking", "thinking", "think")  # names of that variable in chat templates
 EFFORT = "reasoning_effort"
 
 
 def alone(act: Callable[[ChatController], Awaitable[None] | None]) -> Handler:
-    """The handler of a command without an argument, or of a key."""
+    """Return the handler of a command without an argument, or of a key."""
 
     async def run(chat: ChatController, argument: str) -> None:
         if (pending := act(chat)) is not None:
@@ -41,7 +41,7 @@ def alone(act: Callable[[ChatController], Awaitable[None] | None]) -> Handler:
 
 
 async def switch_mode(chat: ChatController, argument: str) -> None:
-    """``/mode NAME key=value…``; without an argument it lists the modes."""
+    """Handle ``/mode NAME key=value…``; without an argument, list the modes."""
     if not argument:
         chat.view.add_note(describe_modes(chat.state))
         return
@@ -53,7 +53,7 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
 
 
 def set_tokens(name: str) -> Handler:
-    """The handler of ``/budget N`` and the like."""
+    """Return the handler of ``/budget N`` and similar commands."""
 
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal() and argument != "auto":
@@ -75,7 +75,7 @@ def _set_now_or_later(chat: ChatController, name: str, value: int | float | bool
 
 
 async def set_value(chat: ChatController, argument: str) -> None:
-    """``/set KEY VALUE``; with a key only it shows its value, without an argument all."""
+    """Handle ``/set KEY VALUE``; show the value of a key alone, and all values without an argument."""
     key, value = (*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), "")[:2]  # the value may contain = too
     if not key:
         chat.view.add_note(arguments.describe(chat.state))
@@ -93,7 +93,7 @@ async def set_value(chat: ChatController, argument: str) -> None:
 
 
 async def set_system(chat: ChatController, argument: str) -> None:
-    """``/system TEXT``; without an argument it shows the system prompt."""
+    """Handle ``/system TEXT``; without an argument, show the system prompt."""
     if not argument:
         chat.view.add_note(f"System: {chat.state.conversation.system or 'none'}   (/system none removes it)")
         return
@@ -102,7 +102,7 @@ async def set_system(chat: ChatController, argument: str) -> None:
 
 
 async def preset(chat: ChatController, argument: str) -> None:
-    """``/preset NAME``, ``/preset save NAME``; without an argument it lists the presets."""
+    """Handle ``/preset NAME`` and ``/preset save NAME``; without an argument, list the presets."""
     words = split_words(argument)
     match words:
         case []:
@@ -126,12 +126,12 @@ async def show_stats(chat: ChatController, argument: str) -> None:
 
 
 async def copy_message(chat: ChatController, argument: str) -> None:
-    """``/copy``, ``/copy FILE``: the message chosen in the transcript, else the last answer."""
+    """Handle ``/copy`` and ``/copy FILE``: copy the message chosen in the transcript, else the last answer."""
     _copy(chat, _chosen_text(chat), argument)
 
 
 async def copy_code(chat: ChatController, argument: str) -> None:
-    """``/code``, ``/code FILE``: the last fenced block of the message that ``/copy`` would copy."""
+    """Handle ``/code`` and ``/code FILE``: copy the last fenced block of the message that ``/copy`` would copy."""
     blocks = code_blocks(_chosen_text(chat))
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
@@ -139,14 +139,14 @@ async def copy_code(chat: ChatController, argument: str) -> None:
 
 
 def code_blocks(text: str) -> list[str]:
-    """The contents of a text's fenced blocks; the last fence may be open."""
+    """Return the contents of a text's fenced blocks; the last fence may be open."""
     from markdown_it import MarkdownIt  # late, so that it does not delay the first paint
 
     return [token.content for token in MarkdownIt().parse(text) if token.type == "fence"]
 
 
 async def set_pace(chat: ChatController, argument: str) -> None:
-    """``/speed FACTOR``; without an argument it resumes at the current speed and shows it."""
+    """Handle ``/speed FACTOR``; without an argument, resume at the current speed and show it."""
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
@@ -154,7 +154,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
 
 
 async def attach(chat: ChatController, argument: str) -> None:
-    """``/file PATH``: begin a question with a mention of the file."""
+    """Handle ``/file PATH``: begin a question with a mention of the file."""
     path = unquoted(argument)
     read_text(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
@@ -162,12 +162,12 @@ async def attach(chat: ChatController, argument: str) -> None:
 
 
 def unquoted(path: str) -> str:
-    """A path without what a shell, or a terminal that a file is dropped on, adds to it; spaces need none of it."""
+    """Return a path without the quotes or backslashes that a shell needs, or that a terminal adds to a dropped file."""
     return path.strip("\"'").replace("\\ ", " ")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:
-    """``/queue send``, ``/queue clear``; without an argument it returns the last question to the prompt."""
+    """Handle ``/queue send`` and ``/queue clear``; without an argument, return the last question to the prompt."""
     if not argument:
         await chat.take_back()
     elif resolve(argument, ("send", "clear"), "/queue argument") == "send":
@@ -212,7 +212,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
 
 
 async def choose(chat: ChatController, argument: str) -> None:
-    """``/model NAME key=value…``; without an argument it lists the models on this machine."""
+    """Handle ``/model NAME key=value…``; without an argument, list the models on this machine."""
     if not argument:
         await chat.models.show_all()
         return
@@ -221,7 +221,7 @@ async def choose(chat: ChatController, argument: str) -> None:
 
 
 async def plan(chat: ChatController, argument: str) -> None:
-    """``/plan NAME context=N``; without a name for the model in use."""
+    """Handle ``/plan NAME context=N``; without a name, plan for the model in use."""
     words = split_words(argument)
     name = words.pop(0) if words and "=" not in words[0] else ""
     options = parse_assignments(words)
@@ -237,7 +237,7 @@ async def show_profile(chat: ChatController, argument: str) -> None:
 
 
 async def think(chat: ChatController, argument: str) -> None:
-    """``/think on``, ``off``, an effort as ``low``, or ``auto``, the model's default; no argument shows it."""
+    """Handle ``/think`` with ``on``, ``off``, an effort such as ``low``, or ``auto``; else show the template."""
     known = chat.state.info.template_variables if chat.state.info else ()
     wanted = {"on": "true", "off": "false"}.get(argument.lower())
     names = [name for name in (SWITCHES if wanted else (EFFORT,)) if name in known]
@@ -255,7 +255,7 @@ async def think(chat: ChatController, argument: str) -> None:
 
 
 async def template(chat: ChatController, argument: str) -> None:
-    """``/template KEY=VALUE…``, where no value unsets KEY, ``FILE`` or ``own``; no argument shows it."""
+    """Handle ``/template`` with ``KEY=VALUE…`` (``KEY=`` unsets it), ``FILE`` or ``own``; else show the template."""
     words = split_words(argument)
     if not words:
         _show_template(chat)
@@ -279,7 +279,7 @@ def _show_template(chat: ChatController) -> None:
 
 
 async def pin(chat: ChatController, argument: str) -> None:
-    """``/pin N``, ``system`` or ``none``; alone the message chosen in the transcript, else the last question."""
+    """Handle ``/pin`` with ``N``, ``system`` or ``none``; else pin or unpin the chosen message or last question."""
     if argument == "system":
         _pin_system(chat)
     elif argument == "none":

@@ -21,7 +21,7 @@ fork = alone(ChatController.fork)
 
 
 async def open_found(chat: ChatController, argument: str) -> None:
-    """``/open TEXT``: the latest conversation that contains it; ``/open N``: number N of ``/chats``."""
+    """Handle ``/open TEXT``, the latest conversation that contains it, and ``/open N``, number N of ``/chats``."""
     number = int(argument) if argument.isdecimal() else 1
     found = await (chat.archive.all() if argument.isdecimal() else chat.archive.search(argument))
     if not 1 <= number <= len(found):
@@ -30,7 +30,7 @@ async def open_found(chat: ChatController, argument: str) -> None:
 
 
 async def set_title(chat: ChatController, argument: str) -> None:
-    """``/title TEXT``; without an argument it shows the title."""
+    """Handle ``/title TEXT``; without an argument, show the title."""
     if argument:
         await chat.rename(argument)
     chat.view.add_note(f"Title: {chat.state.conversation.title or 'none before the first question'}")
@@ -43,7 +43,7 @@ async def delete(chat: ChatController, argument: str) -> None:
 
 
 async def export_file(chat: ChatController, argument: str) -> None:
-    """``/export FILE``, in the format of its ending; a folder or no argument: into a file named by the title."""
+    """Handle ``/export FILE``, in the format of its extension; in a folder, or without FILE, the title is the name."""
     conversation = copy(chat.state.conversation)
     conversation.messages = dict(conversation.messages)  # a copy, because it may grow while it is written
     path = export.destination(conversation, unquoted(argument))
@@ -56,9 +56,9 @@ async def import_file(chat: ChatController, argument: str) -> None:
 
 
 async def edit(chat: ChatController, argument: str) -> None:
-    """``/edit TEXT``: replace the message chosen in the transcript, else the last question.
+    """Handle ``/edit TEXT``: replace the message chosen in the transcript, else the last question.
 
-    Without an argument it puts that message into the prompt.
+    Without an argument, put that message into the prompt.
     """
     if not argument:
         chat.branches.edit()
@@ -72,7 +72,7 @@ async def edit(chat: ChatController, argument: str) -> None:
 
 
 async def show_branch(chat: ChatController, argument: str) -> None:
-    """``/branch previous`` or ``/branch next``, which is the default."""
+    """Handle ``/branch previous`` and ``/branch next``, which is the default."""
     if argument not in ("", *STEPS):
         raise UsageError(f'/branch "{argument}" is not valid.', hint=f"Use {' or '.join(STEPS)}.")
     await chat.branches.select_sibling(STEPS[argument or "next"])

@@ -63,9 +63,9 @@ async def _run(config: AppConfig) -> int:
 
 
 class PlainChat:
-    """Conversations in line mode, ``is_typed`` by a person at a terminal or piped in.
+    """Conversations in line mode; lines that are not ``is_typed`` at a terminal are piped in.
 
-    A piped line waits for the answer before it, and the exit code is 1 after any error.
+    A piped line waits for the previous answer, and the exit code is 1 after any error.
     """
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
@@ -149,17 +149,17 @@ class PlainChat:
                 task.cancel()
 
     async def _lines_of(self, reader: LineReader) -> AsyncIterator[tuple[str, str]]:
-        """The question of the command line with the text piped in for it, then the lines typed or piped in."""
+        """Yield the command line's question with the text piped in for it, then the lines typed or piped in."""
         if self._config.prompt:
             yield self._config.prompt, self._config.piped
         while True:
             async for line in reader:
                 yield line, ""
             if self._may_leave():
-                return  # else the terminal goes on after Ctrl+D
+                return  # otherwise read on after Ctrl+D
 
     async def _execute(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
-        """Run a command, or ask a question about the ``piped`` text; errors are shown.
+        """Run a command, or ask a question about the ``piped`` text; show errors.
 
         A command waits behind queued questions, unless ``is_its_turn``.
         """
@@ -221,7 +221,7 @@ class PlainChat:
         await self._lines.changed.wait()
 
     def _interrupt(self) -> None:
-        """Stop the answer, else leave, at a terminal only when pressed twice; an editor handles the key itself."""
+        """Stop the answer, or else quit, at a terminal only if pressed twice; an editor handles Ctrl+C itself."""
         if self._editor is not None:
             return
         if self.chat.state.phase.busy and not self.chat.replay.name:
@@ -233,7 +233,7 @@ class PlainChat:
             self._leave(0 if self._is_typed else INTERRUPTED)
 
     def _may_leave(self) -> bool:
-        """False the first time that a person would lose unsaved text."""
+        """Return whether to quit; False the first time that a person would lose unsaved text."""
         return not self._is_typed or self.chat.may_leave()
 
     def _leave(self, code: int) -> None:
@@ -286,7 +286,7 @@ class PlainChat:
         self._lines.line(f"Thoughts are {how}.")
 
     async def _edit(self, argument: str) -> None:
-        """Send what was written in the user's own editor, which has the terminal meanwhile."""
+        """Send what the user writes in an editor, which has the terminal meanwhile."""
         if not self._is_typed:
             raise UsageError("stdin is not a terminal.", hint="Send the question as a line.")
         if self.chat.state.phase.busy:
@@ -313,7 +313,7 @@ class PlainChat:
 
 
 def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
-    """The panels' figures, a line for each row, then details by layer, fetch times and the GPU's last minutes."""
+    """Return the panels' figures, one line per row, then details by layer, fetch times and the GPU's last minutes."""
     shown = panel_rows.blocks(s, link_bytes_per_s)
     times = [
         (bin_label(index).replace("–", " to "), count(details.recall[index].steps, "token"))
@@ -337,7 +337,7 @@ def _block(title: str, rows: panel_rows.Rows) -> Iterator[str]:
 
 
 def _by_layer(counts: Sequence[Sequence[int]]) -> panel_rows.Rows:
-    """The tokens of each KV head of a layer; one number if all are equal."""
+    """Return a row per layer with the tokens of each KV head; one number if all are equal."""
     return [
         (f"layer {layer}", f"{count(heads[0])} in each head" if len(set(heads)) == 1 else ", ".join(map(count, heads)))
         for layer, heads in enumerate(counts)
@@ -346,7 +346,7 @@ def _by_layer(counts: Sequence[Sequence[int]]) -> panel_rows.Rows:
 
 
 def _gpu_rows(moments: Iterable[Moment], details: Details) -> panel_rows.Rows:
-    """The range of load and power, and the current PCIe traffic."""
+    """Return the range of load and power, and the current PCIe traffic."""
     readings = list(moments)
     load = [one.utilization for one in readings if one.utilization is not None]
     power = [one.power for one in readings if one.power is not None]

@@ -29,10 +29,10 @@ from kvchat.units import count, size
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
 YOU, MODEL = "you: ", "model: "
-PATIENCE_S = 5.0  # a wait that takes longer is explained
+PATIENCE_S = 5.0  # a longer wait is explained
 AT_ONCE_S = 0.02  # a terminal delivers the lines of a paste one by one, faster than anybody types
 LONGEST = 2**23  # characters of a line, more than any model reads; some devices never end one
-CONTINUED = "\\"  # at the end of a line that the next one continues
+CONTINUED = "\\"  # ends a line that continues in the next one
 _LINE_END = re.compile(r"(?<!\\)\n")
 # Signs in kvchat's own lines that screen readers spell out and terminals without Unicode lack, and their replacements.
 SPOKEN = {" · ": ", ", " → ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
@@ -52,7 +52,7 @@ class PlainQuestion:
 
 
 class PlainAnswer:
-    """An answer, printed as it comes; if it ``folds``, a line with its length replaces a thought."""
+    """An answer, printed as it comes; if it ``folds``, a line with a thought's length replaces the thought."""
 
     def __init__(self, lines: LineWriter, folds: bool = False) -> None:
         self.text = ""
@@ -61,7 +61,7 @@ class PlainAnswer:
         self._folds = folds
         self._printed = 0  # characters of the unfolded text
         self._is_thought_noted = False
-        self._notes: list[tuple[int, str]] = []  # lines to print after so many characters, or more
+        self._notes: list[tuple[int, str]] = []  # lines to print after at least this many characters
         self.is_over = False
         self._ending: str | None = None
         self._last_wait = monotonic()
@@ -99,7 +99,7 @@ class PlainAnswer:
         self._notes = [note for note in self._notes if note[1] != line]
 
     def _print(self) -> None:
-        """Print the new text, and once the length of the thought before it."""
+        """Print the new text; before it, once, the length of a thought that is left out."""
         thought, said = unfolded(self.text, self._folds, self.thought, self._ending)
         if thought and (said or self._ending is not None) and not self._is_thought_noted:
             self._is_thought_noted = True
@@ -127,17 +127,17 @@ class PlainAnswer:
         self.is_over = True
 
     async def remove(self) -> None:
-        """Count it as over; printed lines stay."""
+        """Mark the answer as over; printed lines stay."""
         self.is_over = True
 
 
 def unfolded(text: str, folds: bool, end: str, ending: str | None = None) -> tuple[str, str]:
-    """The thought to leave out (empty unless ``folds``) and the text to print, as ``thoughts.split``."""
+    """Return the thought to leave out (empty unless ``folds``) and the text to print, as ``thoughts.split`` does."""
     return thoughts.split(text, end, ending) if folds else ("", text)
 
 
 def described(thought: str) -> str:
-    """The line that replaces a thought: ``thought, 120 words``."""
+    """Return the line that replaces a thought, such as ``thought, 120 words``."""
     return thoughts.summarize(thought, is_open=False).lstrip("▸ ")
 
 
@@ -149,7 +149,7 @@ class PlainSwitch(SwitchLine):
         self._answer = answer
 
     async def remove(self) -> None:
-        """Drop its line unless it is printed."""
+        """Drop its line unless that has been printed."""
         if self._answer is not None:
             self._answer.drop_note(noted(self.switched))
 
@@ -162,7 +162,7 @@ def noted(switched: Switched) -> str:
 
 
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
-    """``full: answer 42, ✓ found, read 100 %``; empty cells are left out."""
+    """Return a row in words, without empty cells, such as ``full: answer 42, ✓ found, read 100 %``."""
     cells = [f"{heading} {cell}".strip() for heading, cell in zip(headings[1:], row[1:], strict=True)]
     filled = [cell for cell, value in zip(cells, row[1:], strict=True) if value not in ("", NOTHING)]
     return f"{row[0]}: {', '.join(filled)}"
@@ -171,9 +171,9 @@ def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
 class PlainView:
     """A ``ChatView`` of lines.
 
-    ``echoes`` prints the questions, which a terminal shows itself and a pipe does not. ``problems`` counts errors,
-    ``switches`` the possible results of a request to switch: switches and errors. ``folds_thoughts`` leaves thoughts
-    out. ``take_details`` is called with requested details.
+    ``echoes`` prints the questions, which a terminal shows itself and a pipe does not. ``problems`` counts errors.
+    ``switches`` counts switches and errors, either of which may answer a request to switch. ``folds_thoughts`` leaves
+    thoughts out. ``take_details`` is called with requested details.
     """
 
     chosen: str | None = None
@@ -312,10 +312,10 @@ class PlainView:
 
 
 class LineReader:
-    """The lines that arrive at a file descriptor; a line that ends with ``\\`` continues in the next.
+    """Iterates over the lines from a file descriptor; a line that ends with ``\\`` continues in the next.
 
-    Lines that a terminal delivers together, unless all are commands, are one literal text that ``is_pasted``. They are
-    ``entered`` together too: what the first one prints comes after all of them.
+    Lines that a terminal delivers together are one literal text that ``is_pasted``, unless all are commands.
+    ``entered`` is called once for all of them, before the first one prints anything.
 
     Raises:
         UsageError: while iterating, a line is longer than ``LONGEST``.
@@ -350,11 +350,11 @@ class LineReader:
             yield rest.replace(f"{CONTINUED}\n", "\n")
 
     def release(self) -> None:
-        """Leave the terminal to another program until the next line is asked for."""
+        """Leave the terminal to another program until the next line is requested."""
         asyncio.get_running_loop().remove_reader(self._descriptor)
 
     def _take(self) -> None:
-        """Take what the terminal delivers together, also while a command runs: later it would seem to be one paste."""
+        """Take what the terminal delivers together, even while a command runs: later it would look like one paste."""
         data, more = b"", os.read(self._descriptor, 2**16)
         while more:
             data += more
@@ -368,7 +368,7 @@ class LineReader:
             self._typed.put_nowait(b"")
 
     async def _read(self) -> bytes:
-        """The next bytes, none at the end; the descriptor stays blocking because a terminal shares it with stdout."""
+        """Return the next bytes, none at the end; the descriptor stays blocking: a terminal shares it with stdout."""
         loop = asyncio.get_running_loop()
         if self._is_terminal:
             loop.add_reader(self._descriptor, self._take)
@@ -389,7 +389,7 @@ class LineReader:
 class LineWriter:
     """Writes lines and running text, and ``prompt`` (which may be empty) when a line can be typed.
 
-    ``changed`` is set whenever a line was written or executed, or the chat's state has changed.
+    ``changed`` is set whenever a line is written or executed, or the chat's state changes.
     """
 
     def __init__(self, out: TextIO, errors: TextIO, prompt: str = "") -> None:
@@ -445,7 +445,7 @@ class LineWriter:
 
 
 def spoken(text: str) -> str:
-    """kvchat's words without signs that are only decoration."""
+    """Return kvchat's words without signs that are only decoration."""
     for sign, words in SPOKEN.items():
         text = text.replace(sign, words)
     return "\n".join(line.strip("─ ") if "─" in line else line for line in text.split("\n"))

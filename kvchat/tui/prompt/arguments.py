@@ -38,11 +38,11 @@ def themes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
 
 
 Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
-"""From the words before the one being typed: the suggestions for it."""
+"""Yields suggestions for the word being typed, given the words before it."""
 
 
 def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/mode``: a mode, then its parameters."""
+    """Suggest for ``/mode`` a mode, then its parameters."""
     if not words:
         for name, parameters in choosable().items():
             yield Suggestion(name, name, parameters.title, name == now.state.asked)
@@ -56,7 +56,7 @@ def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
 
 
 def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/set``: a parameter of the sampling or the mode, then its values."""
+    """Suggest for ``/set`` a parameter of sampling or the mode, then its values."""
     if not words:
         for name, field in parameters(now.state):
             yield _parameter(f"{name} ", name, current(now.state, name), field)
@@ -70,14 +70,14 @@ def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestio
 
 
 def presets(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/preset``: the saved ones, and saving one."""
+    """Suggest for ``/preset`` the saved presets, and saving one."""
     if not words:
         yield from (Suggestion(name, name) for name in preset_names())
         yield Suggestion("save ", "save NAME", "save the system prompt, sampling and mode")
 
 
 def tokens(name: str) -> Values:
-    """``/budget`` and the like: the current value."""
+    """Suggest the current value for ``/budget`` and similar commands."""
 
     def value(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
         text = shown(now.state.params.get(name))
@@ -97,13 +97,13 @@ def one_of(*choices: str) -> Values:
 
 
 def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
-    """Names and fields of what ``/set`` changes: the sampling, then the current mode's parameters."""
+    """Yield names and fields of what ``/set`` changes: sampling, then the current mode's parameters."""
     yield from SamplingSettings.model_fields.items()
     yield from state.parameters.items()
 
 
 def current(state: ChatState, name: str) -> Any:
-    """The value in force of a parameter of the sampling or the mode."""
+    """Return the current value of a parameter of sampling or the mode."""
     if name in NAMES:
         return getattr(state.sampling, name)
     if name in state.params or state.asked != AUTO:
@@ -112,7 +112,7 @@ def current(state: ChatState, name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as typed; None, which kvchat chooses, is ``auto``."""
+    """Return a value as it is typed; None lets kvchat choose and is typed ``auto``."""
     if value is None or value == ():
         return "auto" if value is None else "none"
     if isinstance(value, tuple):
@@ -121,7 +121,7 @@ def shown(value: Any) -> str:
 
 
 def in_words(state: ChatState, name: str) -> str:
-    """The value in force for people: a default temperature with the model's value, or ``the server's``."""
+    """Describe the current value: a default temperature with the model's value, or as ``the server's``."""
     text = shown(current(state, name))
     if state.is_served and name != "max_new_tokens" and current(state, name) == getattr(Sampling(), name, None):
         return "the server's"
@@ -129,7 +129,7 @@ def in_words(state: ChatState, name: str) -> str:
 
 
 def describe(state: ChatState) -> str:
-    """A line for each value that ``/set`` changes, with the values allowed."""
+    """Return a line for each value that ``/set`` changes, with the allowed values."""
     rows = [(name, in_words(state, name), expected(field)) for name, field in parameters(state)]
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name:<{names}}  {value:<{values}}  {takes}" for name, value, takes in rows)
@@ -171,7 +171,7 @@ def parse_literal(text: str) -> int | float | bool | str:
 
 
 def change(sampling: Sampling, key: str, value: str) -> Sampling:
-    """``sampling`` with one parameter changed.
+    """Return ``sampling`` with one parameter changed.
 
     ``none`` clears the seed, the stop strings or the temperature, which is then the model's own.
 
@@ -183,7 +183,7 @@ def change(sampling: Sampling, key: str, value: str) -> Sampling:
 
 
 def describe_sampling(sampling: Sampling) -> str:
-    """The values that differ from the defaults, on one line."""
+    """Return the values that differ from the defaults, on one line."""
     default = Sampling()
     changed = [
         f"{name} {getattr(sampling, name)}" for name in NAMES if getattr(sampling, name) != getattr(default, name)
@@ -192,14 +192,14 @@ def describe_sampling(sampling: Sampling) -> str:
 
 
 def _value(sampling: Sampling, key: str, text: str) -> Any:
-    """The new value; a stop string is appended, with ``\\n`` as a newline."""
+    """Return the new value; a stop string is appended, with ``\\n`` as a newline."""
     if key == "stop":
         return () if text.lower() == "none" else (*sampling.stop, text.replace("\\n", "\n"))
     return None if key in ("seed", "temperature") and text.lower() in ("none", "auto") else text
 
 
 def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
-    """The question with the files that it mentions; a text that replaces an answer stays as it is.
+    """Return the question with the files that it mentions; a text that replaces an answer is unchanged.
 
     Raises:
         KvchatError: a file cannot be sent.

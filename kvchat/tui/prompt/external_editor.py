@@ -1,4 +1,4 @@
-"""Editing a text in the user's own editor."""
+"""Edits a text in the user's editor."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _refusal(title: str) -> UsageError:
 
 
 async def edit_suspended(app: App[None], text: str) -> str:
-    """``edit`` without drawing on the terminal; an answer in progress continues."""
+    """Run ``edit`` without drawing on the terminal; an answer in progress continues."""
     try:
         with app.suspend(), app.batch_update(), _signals_passed_on() as started:
-            # Returned, because an error raised here would keep Textual from taking the terminal back.
+            # Errors are returned: raised here, they would keep Textual from taking the terminal back.
             edited = (await asyncio.gather(asyncio.to_thread(edit, text, started), return_exceptions=True))[0]
     except SuspendNotSupported:
         raise UsageError("No editor can run in this terminal.", hint="Write in the prompt.") from None
@@ -74,7 +74,7 @@ async def edit_suspended(app: App[None], text: str) -> str:
 def _signals_passed_on() -> Iterator[Callable[[Editor], object]]:
     """Pass signals that end the application to the editor too, and ignore Ctrl+C, which the editor gets anyway.
 
-    Only in the main thread. Call the yielded function with the editor's process.
+    Use it only in the main thread. Call the yielded function with the editor's process.
     """
     editors: list[Editor] = []
     before = {number: leave for number in LEFT_BY if callable(leave := signal.getsignal(number))}

@@ -1,4 +1,4 @@
-"""Earlier prompts, one JSON string a line, so that multi-line prompts survive."""
+"""Earlier prompts, one JSON string per line, so that multi-line prompts survive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvchat.tui.prompt.mentions import Part
 
 MAX_CHARACTERS = 64 * 1024
 MAX_BYTES = 2**20
-BYTES_PER_TOKEN = 4.0  # of UTF-8 in most scripts, until the conversation has a better mean
-ENOUGH = 64  # generated tokens for one
+BYTES_PER_TOKEN = 4.0  # of UTF-8 in most scripts, until the conversation gives a better average
+ENOUGH = 64  # generated tokens for such an average
 
 
 class PromptHistory:
@@ -48,15 +48,15 @@ class PromptHistory:
                 _save(self.path, text)
 
     def older(self, current: str) -> str | None:
-        """The entry before the one shown; None at the oldest."""
+        """Return the entry before the one shown; None at the oldest."""
         return self._step(1, current)
 
     def newer(self, current: str) -> str | None:
-        """The entry after the one shown; the last is the draft, and None follows it."""
+        """Return the entry after the one shown; the last is the draft, and None follows it."""
         return self._step(-1, current)
 
     def _step(self, step: int, current: str) -> str | None:
-        """Go to another entry, as edited since the last prompt was sent; ``current`` is what is written now."""
+        """Return another entry, as edited since the last prompt was sent; ``current`` is the text being written."""
         back = self._steps_back + step
         if not 0 <= back <= len(self.entries):
             return None
@@ -76,7 +76,7 @@ def _line(text: str) -> bytes:
 
 
 def _load(path: Path, size: int) -> list[str]:
-    """The entries in the file's last ``size`` bytes; unreadable lines and files are ignored."""
+    """Return the entries in the file's last ``size`` bytes; unreadable lines and files are ignored."""
     if not path.is_file():
         return []
     try:
@@ -98,7 +98,7 @@ def _entry(line: bytes) -> str:
 
 
 def bytes_per_token(path: Iterable[Message]) -> float:
-    """UTF-8 bytes in a token, on average over the answers of a path."""
+    """Return the UTF-8 bytes per token, on average over the answers of a path."""
     answers = [message for message in path if message.stats and message.stats.generated_tokens and message.text]
     tokens = sum(message.stats.generated_tokens for message in answers if message.stats)
     if tokens < ENOUGH:
@@ -107,7 +107,7 @@ def bytes_per_token(path: Iterable[Message]) -> float:
 
 
 def estimate(parts: Iterable[Part], per_token: float) -> int:
-    """About how many tokens a question has, with the files that it mentions; asks the disk for their sizes."""
+    """Estimate the tokens of a question with the files that it mentions, whose sizes are read from disk."""
     size = 0
     for part in parts:
         size += len(part.text.encode("utf-8", "replace"))
@@ -116,6 +116,6 @@ def estimate(parts: Iterable[Part], per_token: float) -> int:
 
 
 def _size(name: str) -> int:
-    """Bytes of a file, 0 without one."""
+    """Return the bytes of a file, 0 if there is none."""
     path = os.path.expanduser(name)
     return os.path.getsize(path) if os.path.isfile(path) else 0

@@ -34,21 +34,21 @@ SKIPPED = ("node_modules", "__pycache__")
 
 
 class Part(NamedTuple):
-    """A part of a question; unless it ``is_typed``, ``@`` in it is text."""
+    """A part of a question; ``@`` mentions a file only in a part that ``is_typed``."""
 
     text: str
     is_typed: bool = True
 
 
 def mentioned(text: str) -> list[str]:
-    """The names of the files that a text seems to mention."""
+    """Return the names of the files that a text seems to mention."""
     return [*dict.fromkeys(_named(found)[0] for found in MENTION.finditer(text) if not found[1])]
 
 
 def attach(parts: Iterable[Part], limit: int) -> str:
-    """The text to send: the files that typed parts mention, together at most ``limit`` bytes, then the question.
+    """Return the text to send: the files that typed parts mention, at most ``limit`` bytes in all, then the question.
 
-    In the question a mention becomes the file's name; a question of mentions only is left out.
+    In the question, a mention becomes the file's name; a question of nothing but mentions is left out.
 
     Raises:
         KvchatError: a file does not exist, cannot be read, is not text or is too large.
@@ -75,19 +75,19 @@ def attach(parts: Iterable[Part], limit: int) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as it must be typed to be sent as it is: ``\\@`` in place of ``@`` where that would mean a file."""
-    mentions = {found[0]: found for found in MENTION.finditer(text)}  # each looks into a folder, a paste may have many
+    """Return how to type a text so that it is sent unchanged: with ``\\@`` where ``@`` would mean a file."""
+    mentions = {found[0]: found for found in MENTION.finditer(text)}  # a check reads a folder; a paste may repeat one
     meant = {written for written, found in mentions.items() if not found[1] and _is_meant(found)}
     return MENTION.sub(lambda found: "\\" * (found[0] in meant) + found[0], text)
 
 
 def mention(path: str) -> str:
-    """The mention of a file, in quotes if its path needs them."""
+    """Return the mention of a file, in quotes if its path needs them."""
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
 
 
 def offer(before: str, entries: Entries) -> Offer | None:
-    """Suggestions for the mention at the end of ``before``; None if there is no mention."""
+    """Return suggestions for the mention at the end of ``before``; None if there is no mention."""
     begun = _BEGUN.search(before)
     if begun is None:
         return None
@@ -104,7 +104,7 @@ def offer(before: str, entries: Entries) -> Offer | None:
 
 
 def matching(typed: str, entries: Entries) -> list[Suggestion]:
-    """Suggested paths for ``typed``, from its folder and below; the best matches of its last part come first.
+    """Return suggested paths for ``typed``, from its folder and below; the best matches of its last part come first.
 
     A folder's path ends in a slash.
     """
@@ -115,9 +115,9 @@ def matching(typed: str, entries: Entries) -> list[Suggestion]:
 
 
 def _rank(path: str, begun: str) -> int | None:
-    """0 if the name starts with ``begun``, 1 if it contains it, 2 if the path has its letters in order, else None.
+    """Rank a path: 0 if its name starts with ``begun``, 1 if it contains it, 2 if its letters are in order, else None.
 
-    Hidden files need a typed dot, files in folders below a typed letter; a name that cannot be typed never matches.
+    Hidden files need a typed dot, files in subfolders a typed letter; a name that cannot be typed never matches.
     """
     name, wanted = path.rpartition("/")[2].lower(), begun.lower()
     if not path.isprintable() or '"' in path:
@@ -142,7 +142,7 @@ def _suggest(folder: str, entry: Entry) -> Suggestion:
 
 
 def _named(found: re.Match[str]) -> tuple[str, str, bool]:
-    """The name in a mention, the punctuation after it, and True if it is quoted.
+    """Return the name in a mention, the punctuation after it, and whether the name is quoted.
 
     A terminal pastes the path of a file that is dropped on it in single quotes, or with a backslash before a space.
     """
@@ -151,7 +151,7 @@ def _named(found: re.Match[str]) -> tuple[str, str, bool]:
 
 
 def _split_punctuation(name: str) -> tuple[str, str]:
-    """A mentioned name without the sentence's punctuation after it, and the punctuation."""
+    """Split a mentioned name from the sentence's punctuation after it."""
     bare = name.rstrip(PUNCTUATION)
     if not bare or _exists(name):
         return name, ""
@@ -159,7 +159,7 @@ def _split_punctuation(name: str) -> tuple[str, str]:
 
 
 def _is_file(name: str, is_quoted: bool) -> bool:
-    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator.
+    """Return whether ``@name`` means a file; a word that neither exists nor looks like a path is text, as a decorator.
 
     Raises:
         UsageError: it looks like a path or like the name of a file, but does not exist.
@@ -178,7 +178,7 @@ def _is_file(name: str, is_quoted: bool) -> bool:
 
 
 def _is_meant(found: re.Match[str]) -> bool:
-    """True if a mention means a file, even one that does not exist."""
+    """Return whether a mention means a file, even one that does not exist."""
     name, _, is_quoted = _named(found)
     try:
         return _is_file(name, is_quoted)
@@ -206,7 +206,7 @@ Entries = Callable[[str], Sequence[Entry]]
 
 
 def read(folder: str) -> tuple[Entry, ...]:
-    """The entries of a folder; below the current folder also those of its folders, the nearest first."""
+    """Return the entries of a folder; within the current folder also those of subfolders, the nearest first."""
     found = _entries(folder)
     if not folder.startswith(("/", "~", "..")):
         _add_below(folder, found)
@@ -253,11 +253,11 @@ class FolderReader:
         self._reading: set[str] = set()
 
     def entries(self, folder: str) -> Sequence[Entry]:
-        """The remembered entries of a folder, at once; none until it has been read."""
+        """Return the remembered entries of a folder without waiting; none until it has been read."""
         entries, read_at = self._known.get(folder, ((), float("-inf")))
         if folder not in self._reading and time.monotonic() - read_at > FRESH_S:
             self._reading.add(folder)
-            # In the caller's context, by which Textual knows the application whose widgets ``changed`` changes.
+            # In the caller's context, from which Textual knows the application whose widgets ``changed`` changes.
             back = partial(asyncio.get_running_loop().call_soon_threadsafe, context=copy_context())
             # A daemon, so that a folder that never answers cannot keep the application from ending.
             threading.Thread(target=self._work, args=(folder, back), daemon=True).start()
@@ -279,7 +279,7 @@ class FolderReader:
 
 
 class Suggestion(NamedTuple):
-    """``text`` replaces the typed text; ``label`` and ``doc`` are shown; ``is_current`` marks the value in force."""
+    """``text`` replaces the typed text; ``label`` and ``doc`` are shown; ``is_current`` marks the current value."""
 
     text: str
     label: str

@@ -30,7 +30,7 @@ def errors_as_toasts(app: App[None]) -> Iterator[None]:
 
 
 def css_of(screen: str, width: int) -> str:
-    """The CSS of the screen class named ``screen``: Textual scopes it to that name, so that it cannot be inherited."""
+    """Return the CSS of the screen class named ``screen``; Textual scopes CSS to that name: it cannot be inherited."""
     return f"""
     {screen} > Vertical {{ width: {width}; height: 90%; }}
     {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}
@@ -40,7 +40,7 @@ def css_of(screen: str, width: int) -> str:
 
 
 class SearchField(Input):
-    """The only widget that takes the focus. No key has priority, so that keys act in the order in which they are typed.
+    """The only widget that takes the focus. No key has priority, so that keys act in the order of typing.
 
     The keys of the screen are bound here and replace the same keys of ``Input``.
     """
@@ -87,8 +87,8 @@ class SearchScreen(Dialog, Generic[Found]):
 def open_once(app: App[None], screen: Screen[None]) -> None:
     """Open ``screen``, unless one of its class is open already, perhaps below others.
 
-    Pressing two keys in turn would pile up screens, which Textual draws recursively: at about 45 Python's recursion
-    limit is reached.
+    Otherwise pressing two keys in turn would pile up screens, which Textual draws recursively; about 45 of them reach
+    Python's recursion limit.
     """
     if not any(type(opened) is type(screen) for opened in app.screen_stack):
         app.push_screen(screen)
@@ -103,7 +103,7 @@ class Palette(CommandPalette):
 
     @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
     async def _gather_commands(self, search_value: str) -> None:
-        """Call Textual's unless the palette is closed: it queries the list, which a closed palette does not have."""
+        """Call Textual's method unless the palette is closed, because it queries the list, which is then gone."""
         if self in self.app.screen_stack:
             await inspect.unwrap(CommandPalette._gather_commands)(self, search_value)
 

@@ -52,7 +52,7 @@ PARTS: dict[Scope, type[Widget]] = {
     "prompt": Prompt, "transcript": Transcript, "ribbon": Ribbon, "panels": KvColumn,
 }  # fmt: skip
 """The parts of the screen, by the scope of the keys that act there."""
-WITH_CONVERSATIONS = 190  # cells of width: next to all three columns the transcript still has 82
+WITH_CONVERSATIONS = 190  # cells of width, which leave the transcript 82 next to all three columns
 
 
 class ChatScreen(Screen[None]):
@@ -110,9 +110,9 @@ class ChatScreen(Screen[None]):
     # ---- user actions ----------------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Run a command or ask a question, which returns to the prompt if it is refused; a command does not.
+        """Run a command or ask a question; a refused question returns to the prompt.
 
-        What is typed meanwhile is the next question, and would be the end of that command.
+        A refused command does not: text typed meanwhile is the next question, and would become part of the command.
         """
         prompt = self.query_one(Prompt)
         if message.is_command:
@@ -140,7 +140,7 @@ class ChatScreen(Screen[None]):
         return True
 
     def _example(self, typed: str) -> str | None:
-        """The example on the first screen that was typed by its number; None if there is none."""
+        """Return the example on the first screen that was chosen by typing its number; None if there is none."""
         if not self.query(Welcome) or self.controller.replay.name:
             return None
         return example(typed, self.controller.models.in_use.model)
@@ -203,7 +203,7 @@ class ChatScreen(Screen[None]):
             await self.run_command(line)
 
     async def action_stop(self) -> None:
-        """Stop the answer, loading a model and editing a message, and focus the prompt."""
+        """Stop the answer, the loading of a model or the editing of a message, and focus the prompt."""
         await self.controller.stop_work()
         prompt = self.query_one(Prompt)
         if self.controller.state.edited is not None:
@@ -305,7 +305,7 @@ class ChatScreen(Screen[None]):
             self.query_one(Timeline).clear()
         self._show_switches()
         is_queued = len(self.controller.answers.queue) > 0
-        # What Enter sends is what is queued, not the first example.
+        # Without the examples, because Enter then sends the queued questions and not the first example.
         shown = message_widgets(messages) or ([] if below or is_queued else [self._welcome()])
         await self._transcript.replace_below(below, shown, keeps_queued=is_queued)
 

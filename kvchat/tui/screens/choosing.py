@@ -75,7 +75,7 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     @on(Input.Changed, "ConversationField")
     def search(self, event: Input.Changed) -> None:
-        """Search for the typed text, and cancel the search before."""
+        """Search for the typed text, and cancel the previous search."""
         run_worker(self, partial(self._search, event.value), group="search", exclusive=True)
 
     async def action_choose(self) -> None:
@@ -116,7 +116,7 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._try(self._controller.restore())
 
     async def _chosen(self) -> Summary | None:
-        """The highlighted conversation, after a search for everything that has been typed."""
+        """Return the highlighted conversation, after a search for everything that has been typed."""
         text = self.query_one(ConversationField).value
         if text != self._text:
             await self._search(text)
@@ -151,7 +151,7 @@ class ConversationsScreen(SearchScreen[Summary]):
 
 
 def describe_saved(summary: Summary, now: float, width: int) -> Content:
-    """A line of ``width`` cells with title, age and number of messages; below it the excerpt that was found."""
+    """Return a line of ``width`` cells with title, age and number of messages; below it the excerpt found."""
     facts = Content.styled(f"   {describe_age(now - summary.updated)} · {count(summary.messages, 'message')}", "dim")
     title = Content(visible(summary.title or "(no title)"))
     line = title.truncate(max(width - facts.cell_length, 12), ellipsis=True) + facts
@@ -165,7 +165,7 @@ def describe_saved(summary: Summary, now: float, width: int) -> Content:
 
 
 def describe_age(age_s: float) -> str:
-    """``125`` -> ``2 min ago``."""
+    """Describe an age: ``125`` -> ``2 min ago``."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= seconds:
             return f"{age_s // seconds:.0f} {unit} ago"
@@ -205,7 +205,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         run_worker(self, self._find_models)
 
     def action_choose(self) -> None:
-        """Load the highlighted model; before the models are found, remember to do so then."""
+        """Load the highlighted model; if the models have not been found yet, do so when they are."""
         self._is_chosen = self._found is None
         self._show_typed()
         if self.highlighted is not None:
@@ -244,7 +244,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     @on(Input.Changed)
     def _show_typed(self) -> None:
-        """Bring the list up to date: a key may be handled before the field reports that its text has changed."""
+        """Update the list: a key may be handled before the field reports that its text has changed."""
         if self._text != self.query_one(Input).value.strip():
             self._show()
 
@@ -272,7 +272,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
 
 def typed_model(text: str, found: list[FoundModel]) -> list[FoundModel]:
-    """The model outside the list that ``text`` names: a folder, a GGUF file, a server or a repository to download."""
+    """Return the unlisted model that ``text`` names: a folder, a GGUF file, a server or a repository to download."""
     text = of_hub(text)
     if not text or any(model.name == text and not model.problem for model in found):
         return []
@@ -284,7 +284,7 @@ def typed_model(text: str, found: list[FoundModel]) -> list[FoundModel]:
 
 
 def describe_model(model: FoundModel, dtype: str, memory: Room, width: int, is_in_use: bool = False) -> Content:
-    """Name, kind, size on disk, type, and whether it fits in ``memory``, in ``width`` cells."""
+    """Return name, kind, size on disk, type, and whether the model fits in ``memory``, in ``width`` cells."""
     home = os.path.expanduser("~")
     name = visible(model.name.replace(home, "~", 1) if model.name.startswith(f"{home}/") else model.name)
     facts = _facts(model, dtype, memory)

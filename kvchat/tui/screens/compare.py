@@ -29,7 +29,7 @@ from kvchat.units import count
 
 MARK = "▶"  # before the first token that the answers do not share
 WIDTH, FRAME = 92, 6  # cells of the box, and of its frame
-GAP, ANSWER, FOUND_IN = 2, 1, 2  # cells between columns; indices of the answer and of whether it has the fact
+GAP, ANSWER, FOUND_IN = 2, 1, 2  # cells between columns; the columns of the answer and of whether it has the fact
 MIN_ANSWER, MIN_COLUMNS = 8, 4  # cells of an answer; number of columns at which it is left out rather than another
 
 
@@ -122,7 +122,7 @@ class CompareScreen(Dialog):
 
 
 def answer_text(run: Run, shared: int | None) -> Content:
-    """An answer; if the answers differ after ``shared`` tokens, those are dim and the next one is marked."""
+    """Return an answer; if the answers differ after ``shared`` tokens, dim these and mark the next one."""
     if run.refusal:
         return Content(visible(run.refusal))
     if shared is None:
@@ -190,7 +190,7 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 
 
 def needle_table(shown: RunningComparison, good: str, bad: str, room: int) -> Table:
-    """A row for each mode in ``room`` cells; ``good`` and ``bad`` are colors.
+    """Return a row for each mode in ``room`` cells; ``good`` and ``bad`` are colors.
 
     The other columns keep their width and the answer gets the rest. If that is too little, first the last columns are
     left out, then the answer.

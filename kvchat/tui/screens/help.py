@@ -97,9 +97,10 @@ class HelpScreen(Dialog):
 
 
 def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The rows of a section that contain every typed word, ignoring case; indented rows follow the row they belong to.
+    """Return the rows of a section that contain every typed word, ignoring case.
 
-    A row is also found by the names of its section and of that parent row.
+    An indented row belongs to the last row before it that is not indented, and is returned behind that parent. The
+    names of a row's section and parent count as its words.
     """
     words, parent = typed.casefold().split(), ("", "")
     found: list[tuple[str, str]] = []
@@ -111,7 +112,7 @@ def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
-    """A table of two columns; text wraps in the second."""
+    """Return a table of two columns; text wraps in the second."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style=Style(color=color.rich_color))
     grid.add_column()
@@ -121,12 +122,12 @@ def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:
 
 
 def key_rows(rebound: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The current keys and what they do; ``rebound`` holds the changed keys by the id of their action."""
+    """Return the current keys and what they do; ``rebound`` holds the changed keys by the id of their action."""
     return [(describe_keys(action, rebound), action.doc) for action in ACTIONS if keys_of(action, rebound)]
 
 
 def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
-    """The meanings of the figures, grouped by the part of the screen or the mode that shows them."""
+    """Return the meanings of the figures, grouped by the part of the screen or the mode that shows them."""
     of_modes = {f"{mode.name} mode": mode.figures for mode in modes if mode.figures}
     others = {
         "status bar and receipts": STATUS,

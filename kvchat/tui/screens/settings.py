@@ -202,7 +202,7 @@ class SettingsScreen(Dialog):
 
 
 def line(setting: Setting) -> Content:
-    """Name, value and source in columns; a value other than the default is bold."""
+    """Return name, value and source in columns; a value other than the default is bold."""
     value = visible(setting.shown).replace("\n", " ")
     if len(value) >= VALUE_CELLS:
         value = f"{value[: VALUE_CELLS - 2]}…"

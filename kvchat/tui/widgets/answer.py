@@ -34,7 +34,7 @@ class Line(Static):
         self.display = bool(text)
 
     def show(self, text: str) -> None:
-        if text != self.content:  # an update is a new layout
+        if text != self.content:  # an update costs a layout
             self.update(text)
             self.display = bool(text)
 
@@ -124,11 +124,11 @@ class Answer(Vertical):
 
     @classmethod
     def past(cls, message: Message, footer: str) -> Answer:
-        """The widget of an earlier answer, collapsed until the reader comes near."""
+        """Return the widget of an earlier answer, collapsed until the reader scrolls near it."""
         answer = cls()
         answer._set_message(message, footer)
         answer.collapsed = True
-        answer.weight = 4 + message.text.count("\n")  # at most a block a line; exact once the text is parsed
+        answer.weight = 4 + message.text.count("\n")  # at most a block per line; exact once the text is parsed
         return answer
 
     def _set_message(self, message: Message, footer: str) -> None:
@@ -160,8 +160,8 @@ class Answer(Vertical):
     async def set_collapsed(self, collapsed: bool) -> bool:
         """Swap the Markdown blocks for one plain widget of the same height, or back; return whether it was swapped.
 
-        The height stays fixed until the blocks are mounted: a layout before would show the answer empty and move
-        everything below it. An answer stays as it is while it is unfinished, not mounted (its widgets would be composed
+        The height stays fixed until the blocks are mounted: an earlier layout would show the answer empty and move
+        everything below it. An answer is not swapped while it is unfinished, not mounted (its widgets would be composed
         twice), or without a height because it has no layout yet.
         """
         async with self._drawing:
@@ -179,7 +179,7 @@ class Answer(Vertical):
         return True
 
     def _parts(self) -> tuple[str, str]:
-        """The thought and the reply with the marks of switches, as they are drawn."""
+        """Return the thought and the reply with the marks of switches, as they are drawn."""
         return thoughts.split(
             visible(with_marks(self.text, self._changes(), self.finished)), self.thought, self._ending
         )
@@ -209,7 +209,7 @@ class Answer(Vertical):
                 self._show_tail(body.tail)
 
     async def _show_body(self, reply: str, is_final: bool) -> AnswerBody | None:
-        """Draw the blocks; return None if the answer is removed meanwhile, its children first."""
+        """Draw the blocks; return None if the answer is being removed: its children go first."""
         bodies: DOMQuery[AnswerBody] = self.query("AnswerBody")  # type: ignore[assignment]
         if not bodies:
             return None

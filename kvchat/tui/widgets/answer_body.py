@@ -45,7 +45,7 @@ MAX_INDENT = 24  # of tables, code and quotes in items
 
 
 class HangingIndent(Visual):
-    """A text with a bullet before its first row and its other rows indented as far."""
+    """A text with a bullet before its first row and its other rows equally indented."""
 
     def __init__(self, bullet: str, text: Content) -> None:
         self.bullet = bullet
@@ -70,7 +70,7 @@ class HangingIndent(Visual):
 
 
 class ItemText(MarkdownBlock):
-    """A paragraph of an item, after its bullet or after as many blanks."""
+    """A paragraph of a list item, behind the item's bullet or as many blanks."""
 
     COMPONENT_CLASSES = {"bullet"}  # noqa: RUF012 (as Textual declares it)
     DEFAULT_CSS = """
@@ -85,7 +85,7 @@ class ItemText(MarkdownBlock):
         self.update(HangingIndent(bullet, block._content))
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """The selected text; it includes the bullet if the selection starts at or before the text's beginning."""
+        """Return the selected text, with the bullet if the selection starts at or before the text's beginning."""
         chosen = selection.extract(self._content.plain)
         is_whole = selection.start is None or not any(selection.start)
         return (self._bullet if is_whole else "") + chosen, "\n"
@@ -128,7 +128,7 @@ def _bullets(items: list[MarkdownListItem]) -> list[str]:
 
 
 class CodeBlock(MarkdownFence):
-    """A block of code that wraps long lines, which Textual's cuts off, and never guesses the language.
+    """A block of code that wraps long lines, which Textual's block cuts off, and never guesses the language.
 
     Guessing imports all 250 lexers, which takes 0.2 s.
     """
@@ -222,7 +222,7 @@ class AnswerBody(Vertical):
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
 
     async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
-        """Find or mount the widget of a part; None if the answer is removed meanwhile."""
+        """Find or mount the widget of a part; return None if the answer is removed meanwhile."""
         kind = MarkdownPart if part.is_markdown else PlainText
         if number < len(self.children) and not isinstance(self.children[number], kind):
             await self.remove_children(self.children[number:])
@@ -259,9 +259,9 @@ class _Parser(MarkdownIt):
 def keep_as_written(parser: MarkdownIt) -> None:
     """Make a parser keep what Markdown would change.
 
-    That is line breaks, as in poems and addresses; characters that it takes for markup in ``\\(x_1\\)``, ``C:\\_new``,
-    ``__init__``, ``2*3*4`` and ``&lt;``; and the numbers of a list, which it would make consecutive. Only asterisks
-    mark emphasis.
+    It keeps line breaks, as in poems and addresses; characters that Markdown takes for markup in ``\\(x_1\\)``,
+    ``C:\\_new``, ``__init__``, ``2*3*4`` and ``&lt;``; and the numbers of a list, which Markdown would make
+    consecutive. Only asterisks mark emphasis.
     """
 
     def keep_backslash(state: StateInline, silent: bool) -> bool:

@@ -36,13 +36,13 @@ STATUS = {
     "VRAM": "GPU memory in use, out of all it has; read by NVML",
     "context": "stored tokens, as a share of what the model can attend to",
 }
-"""The meanings of those words of the status bar that no panel has."""
+"""What the words of the status bar mean, except those that the panels have too."""
 BADGE_GLYPH = "⚠"
 BADGE_STYLE = "bold $warning"
 
 
 def spread(left: Content, right: Content, width: int) -> Content:
-    """A line of ``width`` cells with ``left`` and ``right`` at its ends; ``left`` is cut if both do not fit."""
+    """Return a line of ``width`` cells with ``left`` and ``right`` at its ends; cut ``left`` if both do not fit."""
     room = width - right.cell_length
     if room <= 0:
         return right.truncate(width)
@@ -96,7 +96,7 @@ class StatusBar(Widget):
         if not snapshot.total:
             self._speeds.clear()
             self._speed = None
-        if snapshot.tokens_per_s is not None:  # as it is for the first tokens after a switch
+        if snapshot.tokens_per_s is not None:  # None for the first tokens after a switch
             self._speed = snapshot.tokens_per_s
             if answering:
                 self._speeds.append(self._speed)
@@ -161,7 +161,7 @@ class KeyHints(Widget):
         return line
 
     def _hinted(self) -> Iterator[tuple[Action, str]]:
-        """The actions with a hint, each with its first key that acts now; built-in keys are taken from the table."""
+        """Yield the actions with a hint, each with its first key that acts now; built-in keys come from the table."""
         acting: dict[str, list[str]] = {}
         for active in self.screen.active_bindings.values():
             if active.binding.key.startswith(NO_KEY):
@@ -184,7 +184,7 @@ class TooSmall(Static):
 
 
 def short_badges(badges: Sequence[str], room: int) -> Content:
-    """The badges without their reasons, or only their number if they need more than ``room`` cells."""
+    """Return the badges without their reasons, or only their number if they need more than ``room`` cells."""
     words = f" {BADGE_GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
     if len(words) > room:
         words = f" {BADGE_GLYPH} {len(badges)} "

@@ -1,7 +1,7 @@
 """Building blocks of the widgets: long plain texts, workers, timers, and drawing at a limited rate.
 
-A key typed during a layout waits for it, and with 500 messages a layout takes tens of milliseconds. So there are rests
-between layouts.
+A key typed during a layout waits for its end, and with 500 messages a layout takes tens of milliseconds. So drawing
+rests between layouts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PlainText(Widget):
         return max(map(cell_len, self._lines), default=0)
 
     def render_line(self, y: int) -> Strip:
-        """A row, with the offset in the text of each character, which selecting needs."""
+        """Return a row, with each character's offset in the text, which selecting needs."""
         width, style = self.size.width, self.rich_style
         self._wrap(width)
         number = bisect_right(self._ends, y)
@@ -88,7 +88,7 @@ def _lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _rows(line: str, width: int) -> list[tuple[int, int]]:
-    """Start and end of each row of a line, in characters; rows with wide characters hold half as many."""
+    """Return start and end of each row of a line, in characters; rows with wide characters hold half as many."""
     size = cell_len(line)
     if size <= width:
         return [(0, len(line))]
@@ -103,7 +103,7 @@ def run_worker(
 ) -> None:
     """Run a coroutine function as a worker of ``node``; an ``exclusive`` one cancels the others of its ``group``.
 
-    It is a function because a coroutine whose worker is cancelled before its first step would never be awaited.
+    ``work`` is a function, because a coroutine whose worker is canceled before its first step would never be awaited.
     """
     node.run_worker(work, group=group, exclusive=exclusive)  # type: ignore[arg-type]  # Textual's type is too narrow
 
@@ -119,7 +119,7 @@ def unskipped(timer: Timer) -> Timer:
 
 
 def interval(cost_s: float) -> float:
-    """Seconds to rest after a drawing that computed for ``cost_s``: four times as long, within bounds."""
+    """Return the seconds to rest after a drawing that computed for ``cost_s``: four times as long, within bounds."""
     return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
 
 
@@ -142,7 +142,7 @@ class Paced:
         if self._is_requested:
             self._is_requested, begun = False, thread_time()
             await self._draw()
-            # By then the layout and its drawing are done; they cost more than the update that caused them.
+            # By then the layout and its drawing are done, which cost more than the update that caused them.
             self._after(SHORTEST_S, partial(self._rest, begun))
 
     def _rest(self, begun: float) -> None:

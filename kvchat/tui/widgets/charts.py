@@ -1,4 +1,4 @@
-"""Charts: a map of layers and KV heads, a histogram of fetch times a step, NVML's readings of the last minutes."""
+"""Charts: a map of layers and KV heads, a histogram of fetch times per step, NVML's readings of the last minutes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_READING = "NVML gives no reading of this GPU"
 
 
 def labeled(label: str, value: str, width: int) -> Content:
-    """A line with ``label`` at the left and ``value`` at the right, cut if it is too long."""
+    """Return a line with ``label`` at the left and ``value`` at the right, cut if it is too long."""
     room = max(width - len(label) - 1, 3)
     shown = value if len(value) <= room else value[: room - 1] + "…"
     gap = " " * max(width - len(label) - len(shown), 1)
@@ -53,7 +53,7 @@ class Block(Widget, can_focus=False):
     _drawn: Sequence[Content] = ()
 
     def lines(self, width: int) -> list[Content]:
-        """The rows to draw in ``width`` cells; their number does not depend on ``width``."""
+        """Return the rows to draw in ``width`` cells; their number does not depend on ``width``."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -140,7 +140,7 @@ class HeadMap(Chart):
         self.post_message(self.CursorMoved())
 
     def lines(self, width: int) -> list[Content]:
-        """A line for each row of heads, and below them the smallest and largest count of a head."""
+        """Return a line for each row of heads, and below them the smallest and largest count of a head."""
         d, counts = self.details, self.counts
         if not d.total or not counts:
             return [Content(NOTHING_STORED)]
@@ -188,7 +188,7 @@ def layout(layers: int, heads: int, width: int, height: int) -> Grid:
 
 
 def glyph(share: float) -> str:
-    """The block for a share of the stored tokens: a full one for all of them, a step lower for each halving.
+    """Return the block for a share of the stored tokens: a full one for all of them, a step lower per halving.
 
     The scale is logarithmic because most heads read few of many tokens and would look alike on a linear one.
     """
@@ -205,7 +205,7 @@ class RecallHistogram(Chart):
     heading = panel_rows.FETCH_TIMES
 
     def lines(self, width: int) -> list[Content]:
-        """The bins, and below them a legend and the percentiles."""
+        """Return the bins, and below them a legend and the percentiles."""
         bins = self._state.details.recall if self._state.details else ()
         if not bins:
             return [Content(NOTHING_FETCHED)]
@@ -227,13 +227,13 @@ class RecallHistogram(Chart):
 
 
 def occupied_bins(bins: Sequence[RecallBin]) -> range:
-    """The indices from the first to the last bin that has a step."""
+    """Return the indices from the first to the last bin that has a step."""
     indices = [index for index, found in enumerate(bins) if found.steps]
     return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 def bin_label(index: int) -> str:
-    """The range of times of a bin: ``0.2–0.5 ms``."""
+    """Return the range of times of a bin, such as ``0.2–0.5 ms``."""
     edges = RECALL_EDGES_MS
     if index == 0:
         return f"< {_edge(edges[0], 'ms')}"
@@ -247,7 +247,7 @@ def _edge(value: float, unit: str = "") -> str:
 
 
 def recall_bar(shown: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
-    """A bar of ``width`` cells for ``most`` steps, divided in proportion to the hidden and the exposed time."""
+    """Return a bar of ``width`` cells for ``most`` steps, divided in proportion to the hidden and the exposed time."""
     length = max(round(shown.steps / most * width), 1) if shown.steps else 0
     took = shown.hidden_ms + shown.exposed_ms
     hidden = round(length * shown.hidden_ms / took) if took else 0
@@ -264,7 +264,7 @@ class GpuHistoryPlot(Chart):
     heading = panel_rows.GPU_HISTORY
 
     def lines(self, width: int) -> list[Content]:
-        """A line for each reading: its name, its history and its current value."""
+        """Return a line for each reading: its name, its history and its current value."""
         room = max(width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
         return [
             Content.assemble(
@@ -277,7 +277,7 @@ class GpuHistoryPlot(Chart):
 
 
 def readings(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:
-    """Name, history, the value of a full bar and the current value of each reading; empty without a moment."""
+    """Return name, history, the value of a full bar and the current value per reading; nothing without a moment."""
     if not moments:
         return ()
     now = moments[-1]

@@ -32,7 +32,7 @@ from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
 from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
 from kvchat.units import count, size
 
-COUNT_S = 0.2  # from a change to counting the tokens
+COUNT_S = 0.2  # seconds from a change to counting the tokens
 FOLD_CHARACTERS = 16 * 1024  # TextArea wraps all its text: 5 MB would block for many seconds
 FOLD_LINES = 24  # twice the height of the prompt: more is hard to survey while writing
 STEPS = ("up", "down")
@@ -41,7 +41,7 @@ PATHS = ("FILE", "PATH")  # arguments that name a file
 
 
 class Composer(Vertical):
-    """``surroundings`` returns what suggestions depend on at that moment, ``key`` the current key of an action's id."""
+    """``surroundings`` returns what suggestions currently depend on, ``key`` the current key of an action's id."""
 
     DEFAULT_CSS = "Composer { height: auto; }"
 
@@ -166,7 +166,7 @@ class Prompt(TextArea):
     def __init__(self, history: PromptHistory, suggestions: SuggestionList, suggest: Callable[[], None]) -> None:
         """``suggest`` updates the list of suggestions."""
         super().__init__(soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False)
-        # A blinking cursor repaints twice a second: more than 1 % of a core while nothing happens.
+        # A blinking cursor repaints twice a second, which takes more than 1 % of a core while nothing happens.
         self.set_reactive(TextArea.cursor_blink, False)
         self.placeholder = "Ask something…   (/ commands, @ file)"
         self.prompts = history
@@ -215,7 +215,7 @@ class Prompt(TextArea):
         return self.document.get_text_range((0, 0), (row, column))
 
     def take_suggestion(self) -> None:
-        """Replace the text that the highlighted suggestion completes by it."""
+        """Replace the text that the highlighted suggestion completes."""
         suggestion, offer = self._suggestions.suggestion, self._suggestions.offer
         if suggestion and offer:
             row, column = self.cursor_location
@@ -323,7 +323,7 @@ class Prompt(TextArea):
         self._replace_via_keyboard(shown, *self.selection)
 
     def _fold(self, text: str, is_typed: bool = False) -> str:
-        """``text`` with a label in place of each attached file, or one label for all of it if it is long."""
+        """Return ``text`` with a label in place of each attached file, or one label for all of it if it is long."""
         found = list(pieces(text))
         if any(piece.name for piece in found):
             files = {piece: self._label(piece.label, Part(piece.text, is_typed=False)) for piece in found if piece.name}
@@ -404,7 +404,7 @@ class SuggestionList(OptionList):
             self.add_option(Option(Content(visible(offer.usage)), disabled=True))
         width = min(max((len(visible(found.label)) for found in offer.suggestions), default=0), MAX_LABEL)
         self.add_options([Option(_line(found, width)) for found in offer.suggestions])
-        is_selected = offer.takes_by_enter or not offer.usage  # else Enter sends the command without it
+        is_selected = offer.takes_by_enter or not offer.usage  # otherwise Enter sends the command without a suggestion
         self.highlighted = int(bool(offer.usage)) if is_selected and offer.suggestions else None
 
     def move(self, step: str) -> None:
@@ -420,7 +420,7 @@ def _line(suggestion: Suggestion, width: int) -> Content:
 
 
 def offer(before: str, now: Surroundings) -> Offer | None:
-    """Suggestions for the end of ``before``, the text before the cursor: commands, arguments or files."""
+    """Return suggestions for the end of ``before``, the text before the cursor: commands, arguments or files."""
     if not is_command(before):
         return mentions.offer(before, now.entries)
     name, space, argument = before.removeprefix("/").partition(" ")

@@ -25,7 +25,7 @@ SHOWN_LINES = 12
 
 
 class Question(Static):
-    """A question of the user, with attached files folded; of a very long one only the beginning and the size."""
+    """A user's question, with attached files folded; a very long one shows only its beginning and size."""
 
     DEFAULT_CSS = """
     Question { margin: 1 1 0 1; padding: 0 0 0 2; color: $accent; text-style: bold; }
@@ -47,7 +47,7 @@ class Question(Static):
         lines = super().render_lines(crop)
         if lines and not crop.y:
             text = lines[0].crop(2)
-            style = next((segment.style for segment in text), None)  # with the line filters, as for NO_COLOR
+            style = next((segment.style for segment in text), None)  # the line filters have changed it, as for NO_COLOR
             lines[0] = Strip.join([Strip([Segment("❯ ", style)]), text])
         return lines
 

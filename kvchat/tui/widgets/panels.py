@@ -33,7 +33,7 @@ CALM = "calm"
 STORED, MARK = "░", "▾"
 AXIS_LABEL = "tokens, oldest to newest"
 MAX_POINTS = 2048
-LABELED_HEIGHT = 4  # rows that the plot needs to have the counts as labels too
+LABELED_HEIGHT = 4  # rows of the plot from which it labels the counts too
 PLOT_STYLES = {STORED: "$ribbon-host", MARK: "$ribbon-tick"}
 LABEL_STYLES = {STORED: "$ribbon-host", BARS[-1]: "$ribbon-device"}
 MAX_EVENTS = 200
@@ -52,7 +52,7 @@ class LabeledRows(Block):
         self.mode = ""
 
     def explanation(self, row: int | None) -> str:
-        """The meaning of the row with index ``row``; "" if there is none."""
+        """Return the meaning of the row with index ``row``; "" if there is none."""
         if row is None or not 0 <= row < len(self.rows):
             return ""
         label = self.rows[row][0]
@@ -188,7 +188,7 @@ class KvColumn(FigureColumn):
         """Explain the chosen row; a new snapshot may have put another one there."""
         text = visible(self._chosen.explanation(self._chosen.chosen)) if self._chosen else ""
         meaning = self.query_one("#meaning", Static)
-        if text != meaning.content:  # an update is a new layout
+        if text != meaning.content:  # an update costs a layout
             meaning.update(text)
 
 
@@ -225,13 +225,13 @@ class DetailColumn(FigureColumn, can_focus=False):
         own.display = bool(own.rows)
         for chart in self.query(Chart):
             chart.redraw()
-        if (on_gpu := s is None or panel_rows.has_gpu(s)) != self._on_gpu:  # an update is a new layout
+        if (on_gpu := s is None or panel_rows.has_gpu(s)) != self._on_gpu:  # an update costs a layout
             self._on_gpu = on_gpu
             self.query_one("#legend", Static).update(legend(on_gpu))
 
 
 def legend(on_gpu: bool) -> Content:
-    """The legend of the ribbon, a line each: glyphs of read shares, states, and marks of switches and messages."""
+    """Return the ribbon's legend, a line each: glyphs of read shares, states, and marks of switches and messages."""
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
     for letter, word in panel_rows.state_words(on_gpu).items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
@@ -251,9 +251,9 @@ class Point:
 
 
 def by_tokens(points: Sequence[Point], width: int, ticks: Sequence[int] = ()) -> list[Point]:
-    """A point for each of ``width`` equal ranges of stored tokens, up to the number that the last point has.
+    """Return a point for each of ``width`` equal ranges of stored tokens, up to the number that the last point has.
 
-    A range has what its last step read, or else the last step before it; 0 before the first step. ``ticks`` are the
+    A range shows what its last step read, or else the last step before it; 0 before the first step. ``ticks`` are the
     numbers of stored tokens at which the mode changed.
     """
     total = points[-1].stored if points else 0.0
@@ -268,7 +268,7 @@ def by_tokens(points: Sequence[Point], width: int, ticks: Sequence[int] = ()) ->
 
 
 def column_glyphs(point: Point, top: float, height: int) -> list[str]:
-    """The glyphs of one column from the top row down; the top row holds only marks of switches."""
+    """Return the glyphs of one column from the top row down; the top row holds only marks of switches."""
     read, stored = (value / top * (height - 1) for value in (point.read, point.stored))
     rows = [MARK if point.switched else " "]
     for row in reversed(range(height - 1)):
@@ -283,9 +283,9 @@ def column_glyphs(point: Point, top: float, height: int) -> list[str]:
 
 
 def labels(point: Point, columns: Sequence[Sequence[str]]) -> list[str]:
-    """Labels for the upper left of the plot, where it is low: of the axis, and with the counts of the last step.
+    """Return labels for the upper left of the plot, where it is low: the axis, and the counts of the last step.
 
-    The label of the axis is in the row of the marks and is left out if one is there.
+    The axis label shares the row of the marks and is left out if a mark is there.
     """
     marks = "".join(column[0] for column in columns[: len(AXIS_LABEL)])
     counts = [f"{STORED} {count(point.stored)} stored", f"{BARS[-1]} {count(point.read)} read"]
@@ -327,7 +327,7 @@ class Timeline(Block):
 
 
 def _line(glyphs: Sequence[str], label: str) -> Content:
-    """A row of the plot with the letters of ``label`` in its empty cells."""
+    """Return a row of the plot with the letters of ``label`` in its empty cells."""
     cells = [
         (glyph, PLOT_STYLES.get(glyph, "$ribbon-device"))
         if glyph != " "
@@ -363,6 +363,6 @@ class EventLog(Static, can_focus=False):
         self.show((f"{time.strftime('%H:%M:%S')}  {line}", *self.lines[: MAX_EVENTS - 1]))
 
     def show(self, lines: Sequence[str]) -> None:
-        if self.lines != tuple(lines):  # an update is a new layout
+        if self.lines != tuple(lines):  # an update costs a layout
             self.lines = tuple(lines)
             self.update("\n".join(lines))

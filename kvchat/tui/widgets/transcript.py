@@ -42,7 +42,7 @@ SHADES = "░▒▓█"
 
 
 class Transcript(VerticalScroll):
-    """Stays at its end until the reader scrolls away; ``below`` then counts the lines added since.
+    """Follows its end until the reader scrolls away; ``below`` then counts the lines added since.
 
     While it has the focus a message can be ``chosen``, on which some keys act.
     """
@@ -101,7 +101,7 @@ class Transcript(VerticalScroll):
         return False
 
     def message_regions(self) -> Iterator[tuple[Question | Answer, Region]]:
-        """The messages outside folded chapters, oldest first, each with its region in the scrolled content."""
+        """Yield the messages outside folded chapters, oldest first, each with its region in the scrolled content."""
         for child in self.children:
             if isinstance(child, Chapter):
                 offset = child.virtual_region.offset
@@ -133,7 +133,7 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def add(self, widget: W, before: Widget | None = None) -> W:
-        """Mount ``before`` another widget, else at the end; only a queued question goes after pending widgets."""
+        """Mount ``before`` another widget, else at the end; only a queued question goes below pending widgets."""
         pending = next(filter(_is_pending, self.children), None) if not _is_queued(widget) else None
         with self.app.batch_update():
             await self.mount(widget, before=before or pending)
@@ -210,7 +210,7 @@ class Transcript(VerticalScroll):
         return next((region for shown, region in self.message_regions() if shown is message), Region())
 
     def on_chapter_grew(self, message: Chapter.Grew) -> None:
-        """Scroll by as much as a chapter above the reader grew, so that what he reads does not move, and settle."""
+        """Scroll by as much as a chapter above grew, so that the text being read does not move, and settle."""
         message.chapter.is_height_fixed = False
         if message.chapter.virtual_region.y < self.scroll_y and self._left_at is not None:
             self.scroll_to(y=self.scroll_y + message.rows, animate=False, immediate=True)
@@ -235,7 +235,7 @@ class Transcript(VerticalScroll):
         self.below = 0 if self._left_at is None else max(round(self.max_scroll_y - self._left_at), 0)
 
     def _is_near(self, region: Region) -> bool:
-        """True if ``region`` is less than a screen away from the rows that are in view, or soon will be at the end."""
+        """Return whether ``region`` is within a screen of the rows in view, or of the end if that is followed."""
         seen = self.max_scroll_y if self._left_at is None else self.scroll_y
         top, height = seen - self.size.height, 3 * self.size.height
         return region.bottom > top and region.y < top + height
@@ -244,7 +244,7 @@ class Transcript(VerticalScroll):
         return [child for child in self.children if isinstance(child, Chapter)]
 
     def _kept_children(self, message: str) -> int:
-        """Number of children before the chapter that has the message, or up to and including its own widget."""
+        """Return the number of children before the message's chapter, or up to and including its own widget."""
         for index in reversed(range(len(self.children))):
             child = self.children[index]
             if isinstance(child, Chapter) and child.has(message):
@@ -259,12 +259,12 @@ def _is_queued(widget: Widget) -> bool:
 
 
 def _is_pending(widget: Widget) -> bool:
-    """True for a queued question and an answer without text yet, above which notes are added."""
+    """Return whether notes are added above a widget: a queued question, or an answer without text yet."""
     return _is_queued(widget) or (isinstance(widget, Answer) and not (widget.finished or widget.text))
 
 
 def live_count(answers: Sequence[Answer]) -> int:
-    """Number of last answers that are never collapsed: as many as ``LIVE_WIDGETS`` allow, but at least two."""
+    """Return how many of the last answers are never collapsed: as many as ``LIVE_WIDGETS`` allow, at least two."""
     widgets = 0
     for number, answer in enumerate(reversed(answers)):
         widgets += answer.weight
@@ -312,7 +312,7 @@ class TranscriptPane(Vertical):
 class Chapter(Vertical):
     """Several messages; while ``folded`` a single plain text of about the same height.
 
-    ``is_height_fixed`` from folding or unfolding until the receiver of ``Grew`` has scrolled along and resets it.
+    ``is_height_fixed`` is True from folding or unfolding until the receiver of ``Grew`` has scrolled along.
     """
 
     DEFAULT_CSS = """
@@ -340,7 +340,7 @@ class Chapter(Vertical):
             yield from (message_widget(message, footer) for message, footer in self.messages)
 
     def widgets(self) -> Iterator[Question | Answer]:
-        """The widgets of its messages; none while it is folded."""
+        """Yield the widgets of its messages; none while it is folded."""
         return (child for child in self.children if isinstance(child, Question | Answer))
 
     def has(self, id: str) -> bool:
@@ -350,7 +350,7 @@ class Chapter(Vertical):
         self.messages = [(message, footer if message.id == id else old) for message, old in self.messages]
 
     async def set_folded(self, folded: bool) -> bool:
-        """Fold or unfold it and return True; return False if it is already, or no layout has given it a height.
+        """Fold or unfold the chapter and return True; return False if it already is, or has no height yet.
 
         Its height stays fixed until the next layout, so that the transcript can scroll along.
         """
@@ -374,14 +374,14 @@ class Chapter(Vertical):
 
 
 def message_widgets(messages: Sequence[Footed]) -> list[Widget]:
-    """A widget for each of the newest messages, and chapters of the earlier ones if there are many."""
+    """Return a widget for each of the newest messages, and chapters of the earlier ones if there are many."""
     rest = len(messages) - NEWEST if len(messages) > NEWEST + CHAPTER_LENGTH else 0
     chapters = [Chapter(messages[max(end - CHAPTER_LENGTH, 0) : end]) for end in range(rest, 0, -CHAPTER_LENGTH)]
     return [*reversed(chapters), *(message_widget(message, footer) for message, footer in messages[rest:])]
 
 
 def shade(mark: Mark) -> str:
-    """The glyph of a message, fuller the more of it is read."""
+    """Return the glyph of a message, fuller the more of it is read."""
     if mark.share <= 0:
         return GLYPHS.get(mark.letter, GLYPHS["H"])
     return SHADES[min(int(mark.share * len(SHADES)), len(SHADES) - 1)]
@@ -390,7 +390,7 @@ def shade(mark: Mark) -> str:
 class Gutter(Widget):
     """One column at the left edge of a transcript."""
 
-    ALLOW_SELECT = False  # its marks are no part of a text that is selected beside it
+    ALLOW_SELECT = False  # its marks do not belong to a text selected next to them
     DEFAULT_CSS = "Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }"
 
     def __init__(self, transcript: Transcript) -> None:
@@ -406,7 +406,7 @@ class Gutter(Widget):
         self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
 
     def on_resize(self) -> None:
-        """Draw at the new height: no snapshot may come soon to do so, as during a prefill."""
+        """Draw at the new height without waiting for the next snapshot, which takes long during a prefill."""
         self._draw()
 
     def show(self, mark_of: MarkOf | None) -> None:

@@ -38,7 +38,7 @@ ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
 
 
 def example(typed: str, model: str) -> str | None:
-    """The example that ``typed`` chooses on the first screen: its number, or "" for the first; else None."""
+    """Return the example that ``typed`` chooses on the first screen: its number, or "" for the first; else None."""
     examples = (*EXAMPLES[model == BUNDLED], *([] if is_server(model) else [NEEDLE]))
     return examples[int(typed or 1) - 1] if typed in ("", *map(str, range(1, len(examples) + 1))) else None
 
@@ -92,7 +92,7 @@ class Welcome(Static):
         return Content.assemble(about, *rows, keys, self._offer, *self._first_keys())
 
     def _first_keys(self) -> Iterator[str | tuple[str, str]]:
-        """The keys to begin with, if there is room for them."""
+        """Yield the keys to begin with, if there is room for them."""
         if self.app.size.height < ROOM_FOR_KEYS:
             return
         keys = {id: self._key(id).split(" / ")[0] for id in FIRST_KEYS}
