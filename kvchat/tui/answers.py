@@ -54,7 +54,7 @@ class Answers:
     async def _request(self, conversation: Conversation) -> None:
         """Request the answer that was begun in this conversation."""
         answer = await self.view.add_answer()
-        if await self._is_left(conversation):
+        if await self._is_dropped(conversation):
             await answer.remove()
             return
         self.answer = answer
@@ -185,7 +185,7 @@ class Answers:
             await self.save()
         else:
             await answer.remove()
-            await self._give_back()
+            await self._return_question()
 
     def checkpoint(self) -> None:
         """Put the text so far into the conversation, to be saved with it."""
@@ -206,7 +206,7 @@ class Answers:
             await self.save()
         else:
             await answer.remove()
-            await self._give_back()
+            await self._return_question()
         return bool(answer.text)
 
     def detach(self) -> None:
@@ -241,7 +241,7 @@ class Answers:
         question.send(message, self.state.footer(message))
         self._begin_asking()
         await self.save()
-        if not await self._is_left(conversation):
+        if not await self._is_dropped(conversation):
             await self._request(conversation)
 
     async def down(self) -> None:
@@ -257,7 +257,7 @@ class Answers:
             answer.text, ending, switch_lines=switch_lines, model=self.state.model_name, thought=answer.thought
         )
 
-    async def _give_back(self) -> None:
+    async def _return_question(self) -> None:
         """Return the unanswered question to the prompt; if it has earlier answers, show the newest."""
         conversation = self.state.conversation
         if text := conversation.withdraw():
@@ -283,7 +283,7 @@ class Answers:
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
         self.show_phase(Phase.PREFILL)
 
-    async def _is_left(self, conversation: Conversation) -> bool:
+    async def _is_dropped(self, conversation: Conversation) -> bool:
         """Return whether to drop the answer, because the user changed the conversation or the engine has ended.
 
         Then return its question to the prompt, unless that belongs to the previous conversation.
@@ -297,7 +297,7 @@ class Answers:
             self.show_phase(Phase.READY)
         elif not is_other:
             self.queue.hold()
-            await self._give_back()
+            await self._return_question()
         return True
 
     def _lines(self) -> tuple[ModeChange, ...]:

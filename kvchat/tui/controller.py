@@ -68,7 +68,7 @@ class ChatController:
             view,
             self.restart,
         )
-        self._is_loss_told = False
+        self._has_warned_of_loss = False
         self._is_log_problem_shown = False
         self._deleted: list[str] = []
         self._listed: tuple[int, str] | None = None
@@ -117,10 +117,10 @@ class ChatController:
 
     def may_leave(self) -> bool:
         """Return whether to quit; the first time that unsaved text would be lost, warn and return False."""
-        problem = None if self._is_loss_told else self.archive.problem
+        problem = None if self._has_warned_of_loss else self.archive.problem
         if problem is None:
             return True
-        self._is_loss_told = True
+        self._has_warned_of_loss = True
         text = f"{problem} /export FILE writes this conversation elsewhere; /quit again leaves without it."
         self.view.toast(text, "Not saved", "error", 20)
         return False
