@@ -145,7 +145,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     tradeoff: ClassVar[str] = "everything between the first tokens and the window"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """C = sink + window + B; a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    """C, which is sink + window + B; a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended to (auto: the system prompt, at least 4, at most a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
