@@ -92,8 +92,6 @@ class Measured(Section):
 
 
 class Profile(schema.Settings):
-    """A profile file."""
-
     match: Match = Match()
     """the devices that it is for"""
     measured: Measured = Measured()

@@ -41,8 +41,6 @@ _BEGINNING = re.compile(r"`{0,2}|~{0,2}|[-*+]|#{1,6}|\d{1,9}[.)]?")
 
 @dataclass
 class Part:
-    """A part of an answer's text."""
-
     text: str
     is_markdown: bool
 

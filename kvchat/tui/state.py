@@ -256,8 +256,7 @@ class ChatState:
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for the next mode that has them.
 
-        For auto, they contain those of each mode that it enters, under the mode's name; a value that several of these
-        have goes to each.
+        For auto, add those of each mode that it enters, under the mode's name; one that several have goes to each.
         """
         known = choosable()[mode].model_fields.keys() - choosable()[mode].own.keys()
         taken = {name: self.later.pop(name) for name in known & self.later.keys()}

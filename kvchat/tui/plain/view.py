@@ -39,8 +39,6 @@ SPOKEN = {" · ": ", ", " → ": " to ", "…": "...", "●": "*", "“": '"', "
 
 
 class PlainQuestion:
-    """A question."""
-
     def __init__(self, text: str) -> None:
         self.text = text
 

@@ -97,10 +97,9 @@ class HelpScreen(Dialog):
 
 
 def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows of a section that contain every typed word, ignoring case.
+    """Return the rows of a section that contain every typed word, ignoring case, and the parents of indented rows.
 
-    An indented row belongs to the last row before it that is not indented, and is returned behind that parent. The
-    names of a row's section and parent count as its words.
+    The names of its section and parent count as words of a row.
     """
     words, parent = typed.casefold().split(), ("", "")
     found: list[tuple[str, str]] = []
