@@ -103,7 +103,7 @@ def test_layers_go_to_the_gpus_beside_the_device(monkeypatch):
     with pytest.raises(UsageError, match="sees 3"):
         resolve_others(second, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="sees none"):
+    with pytest.raises(UsageError, match="sees 0 GPUs"):
         resolve_others(torch.device("cpu"), 2)
 
 
