@@ -78,7 +78,7 @@ class Sums:
             self._count_failed(1)
             raise
         if self._count_failed(0):
-            raise OtherRankFailedError("The process of another GPU failed.")
+            raise OtherRankFailedError("Another GPU's process could not finish this forward pass.")
 
     def _count_failed(self, own: int) -> int:
         count = self._failed.numpy()  # in RAM, so that no device is waited for
