@@ -45,7 +45,7 @@ class ModelSettings(Section):
     OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
     name: Annotated[str, AfterValidator(of_hub)] = Field(Load.model, min_length=1, serialization_alias="model")
-    """a name that `kvchat models` lists, a file or folder, a Hugging Face id or address, or a server's address"""
+    """a name in `kvchat models`, a file or folder, a Hugging Face id or address, or a server's address"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     gpus: int = Field(Load.gpus, ge=1)
