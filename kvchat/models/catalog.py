@@ -85,7 +85,7 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
         for name in sorted(files):  # other programs store GGUF files without a suffix
-            if _is_model(name) or ("." not in name and gguf_file.is_gguf(here / name)):
+            if is_chat_model(name) or ("." not in name and gguf_file.is_gguf(here / name)):
                 yield _of_gguf(str(here / name), "GGUF", here / name)
         is_model = CONFIG in files and any(here.glob(WEIGHTS))
         if is_model:
@@ -109,7 +109,7 @@ def in_hub_cache() -> Iterator[FoundModel]:
         here = newest.snapshot_path
         if (here / CONFIG).exists():
             yield _of_folder(repository.repo_id, "hub", here)
-        for name in sorted(file.file_name for file in newest.files if _is_model(file.file_name)):
+        for name in sorted(file.file_name for file in newest.files if is_chat_model(file.file_name)):
             yield _of_gguf(f"{repository.repo_id}:{name}", "hub", here / name)
 
 
@@ -135,7 +135,8 @@ def is_hub_name(name: str) -> bool:
     return name != BUNDLED and bool(HUB_NAME.fullmatch(name)) and not os.path.lexists(os.path.expanduser(name))
 
 
-def _is_model(file: str) -> bool:
+def is_chat_model(file: str) -> bool:
+    """Return True if, by its name, a file is a GGUF file of a chat model, or the first of its parts."""
     return file.lower().endswith(GGUF) and not file.startswith(ENCODER) and gguf_file.part(Path(file)) < 2
 
 

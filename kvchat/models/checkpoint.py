@@ -167,8 +167,8 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
     patterns = [file] if file.lower().endswith(GGUF) else _named_for(file)
     downloaded = download(repository, patterns, progress)
-    found = (path.name for pattern in patterns for path in downloaded.glob(pattern) if gguf_file.part(path) < 2)
-    return ModelLocation(name, downloaded, on_hub=True, gguf=min(found, key=len, default=file))
+    names = (path.name for pattern in patterns for path in downloaded.glob(pattern))
+    return ModelLocation(name, downloaded, True, min(filter(catalog.is_chat_model, names), key=len, default=file))
 
 
 def _named_for(quantization: str) -> list[str]:
@@ -176,7 +176,7 @@ def _named_for(quantization: str) -> list[str]:
     in_any_case = "".join(
         f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in quantization
     )
-    return [f"*{in_any_case}{GGUF}", f"*{in_any_case}-0*-of-0*{GGUF}"]
+    return [f"*[-._]{in_any_case}{end}{GGUF}" for end in ("", "-0*-of-0*")]  # F16 is not BF16
 
 
 def _named(name: str) -> ModelLocation:

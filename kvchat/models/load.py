@@ -166,8 +166,7 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
             if described.device.type == "cpu":  # after the check, because compiling takes memory that it counts as free
                 compile_ahead.begin(described.dtype, OF_PACKED if has_blocks else ())
             progress("Loading the tokenizer")
-            tokenizer, reading_notes = _tokenizer(described, checkpoint)
-            tokenizer.chat_template = template or tokenizer.chat_template
+            tokenizer, reading_notes = _tokenizer(described, checkpoint, template)
             if has_blocks:
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             places = split.shares(described, chosen.quantize).places if described.others else ()
@@ -387,16 +386,17 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
             raise reading.does_not_fit(described, quantize) from error
 
 
-def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """Load the tokenizer; also return notes for the user."""
+def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: str) -> tuple[Any, tuple[str, ...]]:
+    """Load the tokenizer, with ``template`` in place of its own unless empty; also return notes for the user."""
     with support.explained(checkpoint.name, "its tokenizer"), explained_panics():
         if checkpoint.gguf:
-            built = tokenizers.build(described.gguf, checkpoint.name)
+            built = tokenizers.build(described.gguf, checkpoint.name, template)
             return guarded(built.tokenizer), built.notes
         tokenizer = _of_folder(checkpoint.folder)
     processors = checkpoint.folder / "chat_template.json"  # in older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
+    tokenizer.chat_template = template or tokenizer.chat_template
     return guarded(tokenizer), ()
 
 

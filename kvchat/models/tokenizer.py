@@ -141,8 +141,8 @@ class Built(NamedTuple):
     notes: tuple[str, ...]
 
 
-def build(file: GgufFile, name: str) -> Built:
-    """Build the tokenizer of the model ``name``.
+def build(file: GgufFile, name: str, template: str = "") -> Built:
+    """Build the tokenizer of the model ``name``, with ``template`` in place of its own chat template.
 
     Raises:
         ModelError: the file has none, or its tokenizer is damaged or unknown.
@@ -150,7 +150,7 @@ def build(file: GgufFile, name: str) -> Built:
     vocabulary = _Vocabulary(file, name)
     built, notes = vocabulary.tokenizer()
     named = {key: vocabulary.tokens[id] for key, id in vocabulary.special.items()}
-    template, start = _template(file), vocabulary.start
+    template, start = template or _template(file), vocabulary.start
     if template and start and not ("bos_token" in template or start in template):
         template = "{{- bos_token }}" + template  # llama.cpp begins chats with it too; transformers would not
     wrapped = GgufTokenizer(built, chat_template=template or None, **named)

@@ -223,7 +223,7 @@ class ResponseFormat(Body):
     def _as_openai_writes_it(cls, fields: Any) -> Any:
         """Accept the schema next to the type, as llama.cpp and Together do, also for an object."""
         match fields:
-            case {"type": "json_object" | "json_schema", "schema": schema, **more} if not more:
+            case {"type": "json_object" | "json_schema", "schema": dict(schema), **more} if not any(more.values()):
                 return {"type": "json_schema", "json_schema": {"schema": schema}}
         return fields
 

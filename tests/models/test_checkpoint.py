@@ -52,12 +52,14 @@ def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(h
         ("q4_k_m", "m.Q4_K_M.gguf"),
         ("Q8_0", "m-Q8_0-00001-of-00002.gguf"),
         ("m.Q4_K_M.gguf", "m.Q4_K_M.gguf"),
+        ("F16", "longer-f16.gguf"),
         ("Q2_K", ""),
     ],
 )
 def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked, found):
     parts = [f"m-Q8_0-{part}-of-00002.gguf" for part in ("00001", "00002")]
-    for name in ("m.Q4_K_M.gguf", *parts, "config.json"):
+    others = ("m.Q4_K_M.gguf", "mmproj-f16.gguf", "longer-f16.gguf", "m-BF16.gguf", "config.json")
+    for name in (*others, *parts):
         (hub.folder / name).write_bytes(b"GGUF")
     if not found:
         with pytest.raises(ModelError, match="no file Q2_K"):
@@ -65,7 +67,8 @@ def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked
         return
     location = locate(f"org/model:{asked}", silent)
     assert location.gguf == found
-    assert sorted(file.name for file in location.folder.iterdir()) == (parts if "Q8" in found else [found])
+    here = [file.name for file in location.folder.iterdir() if file.name != "mmproj-f16.gguf"]
+    assert sorted(here) == (parts if "Q8" in found else [found])
 
 
 def test_damaged_headers_are_refused(hub):

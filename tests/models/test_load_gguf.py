@@ -333,13 +333,15 @@ def test_control_tokens_of_phi_3_take_the_line_ends_behind_them(architecture, id
 @pytest.mark.parametrize(
     ("template", "adds", "count"), [("", True, 1), ("{{ bos_token }}", True, 1), ("<bos>", True, 1), ("", False, 0)]
 )
-def test_a_chat_begins_with_bos_once_where_texts_do(template, adds, count):
-    """As in llama.cpp, also if the template forgets it."""
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_chat_begins_with_bos_once_where_texts_do(template, adds, count, is_own):
+    """As in llama.cpp, also if the template, the file's own or another, forgets it."""
     file = file_of(
         *bytes_and(("<bos>", CONTROL), ("<eos>", CONTROL)), bos_token_id=256, eos_token_id=257, add_bos_token=adds
     )
-    file.values["tokenizer.chat_template"] = template + "{% for m in messages %}{{ m.content }}{% endfor %}"
-    built = tokenizer_module.build(file, "m").tokenizer
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    file.values["tokenizer.chat_template"] = template if is_own else "x"
+    built = tokenizer_module.build(file, "m", "" if is_own else template).tokenizer
     ids = built.apply_chat_template([{"role": "user", "content": "a"}], return_dict=False)
     assert ids.count(256) == count
     assert (ids[0] == 256) == bool(count)

@@ -178,8 +178,11 @@ def test_names_are_the_templates_and_marks_for_other_caches_nobodys():
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 def test_a_schema_may_stand_beside_the_type(kind):
     schema = {"type": "object", "properties": {"a": {}}}
-    body = {"messages": messages("a"), "response_format": {"type": kind, "schema": schema}}
+    form = {"type": kind, "schema": schema, "json_schema": None}
+    body = {"messages": messages("a"), "response_format": form}
     assert json.loads(ChatRequest.model_validate(body).json_schema()) == schema
+    form |= {"type": "json_object", "schema": None}
+    assert ChatRequest.model_validate(body).json_schema() == '{"type": "object"}'
 
 
 def test_an_event_is_one_line_for_every_client():
