@@ -21,7 +21,7 @@ from kvchat.errors import ModelError, did_you_mean, nearest
 from kvchat.models import catalog, gguf_file, stored_tensors
 from kvchat.models.hub import Progress, download, remote_headers
 from kvchat.models.stored_tensors import StoredTensor, format_hint, weight_files
-from kvchat.paths import BUNDLED, NAMED, bundled_model_dir, is_server, models_dir, named_model
+from kvchat.paths import BUNDLED, NAMED, bundled_model_dir, is_server, models_dir, named_model, of_hub
 from kvchat.protocol.messages import TEMPERATURE, Sampling
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -75,11 +75,12 @@ class Checkpoint:
 
 
 def locate(name: str, progress: Progress) -> ModelLocation:
-    """Locate the model ``name``; if it is a hub repository, download its config.json or its GGUF file.
+    """Locate the model ``name``; of a hub repository (or its address) download config.json or a GGUF file.
 
     Raises:
         ModelError: there is no such model.
     """
+    name = of_hub(name)
     if is_server(name):
         raise ModelError(f"{name} is a server.", "This needs a model on this machine.", "Ask it with `kvchat ask -m`.")
     try:

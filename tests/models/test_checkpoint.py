@@ -49,11 +49,11 @@ def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(h
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ("q4_k_m", "m.Q4_K_M.gguf"),
-        ("Q8_0", "m-Q8_0-00001-of-00002.gguf"),
-        ("m.Q4_K_M.gguf", "m.Q4_K_M.gguf"),
-        ("F16", "longer-f16.gguf"),
-        ("Q2_K", ""),
+        ("org/model:q4_k_m", "m.Q4_K_M.gguf"),
+        ("hf.co/org/model:Q8_0", "m-Q8_0-00001-of-00002.gguf"),
+        ("org/model:m.Q4_K_M.gguf", "m.Q4_K_M.gguf"),
+        ("org/model:F16", "longer-f16.gguf"),
+        ("org/model:Q2_K", ""),
     ],
 )
 def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked, found):
@@ -63,9 +63,9 @@ def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked
         (hub.folder / name).write_bytes(b"GGUF")
     if not found:
         with pytest.raises(ModelError, match="no file Q2_K"):
-            locate(f"org/model:{asked}", silent)
+            locate(asked, silent)
         return
-    location = locate(f"org/model:{asked}", silent)
+    location = locate(asked, silent)
     assert location.gguf == found
     here = [file.name for file in location.folder.iterdir() if file.name != "mmproj-f16.gguf"]
     assert sorted(here) == (parts if "Q8" in found else [found])
