@@ -68,7 +68,7 @@ def _joined(content: Any) -> Any:
 def _without_empty(stop: Any) -> Any:
     """Drop empty stop strings, which some clients send for none."""
     listed = [stop] if isinstance(stop, str) else stop
-    return [text for text in listed if text != ""] if isinstance(listed, list) else listed
+    return [text for text in listed if text != ""] or None if isinstance(listed, list) else listed
 
 
 def _only(value: Any) -> Any:

@@ -16,7 +16,7 @@ from kvchat.cli import serve as command
 from kvchat.config.sources import Resolved
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Finished, Load, Loaded, Started, Text, parse_args
+from kvchat.protocol.messages import Finished, Load, Loaded, Sampling, Started, Text, parse_args
 from kvchat.serve.answers import Answer, Calls, timings
 from kvchat.serve.app import framed
 from kvchat.serve.requests import ChatRequest, Defaults
@@ -183,6 +183,12 @@ def test_a_schema_may_stand_beside_the_type(kind):
     assert json.loads(ChatRequest.model_validate(body).json_schema()) == schema
     form |= {"type": "json_object", "schema": None}
     assert ChatRequest.model_validate(body).json_schema() == '{"type": "object"}'
+
+
+@pytest.mark.parametrize("stop", [None, "", [], ["", ""]])
+def test_a_stop_that_asks_for_nothing_leaves_the_servers(stop):
+    asked = ChatRequest.model_validate({"messages": messages("a"), "stop": stop})
+    assert asked.sampling(Defaults(Sampling(stop=("x",))), 64).stop == ("x",)
 
 
 def test_an_event_is_one_line_for_every_client():
