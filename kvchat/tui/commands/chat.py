@@ -155,15 +155,10 @@ async def set_pace(chat: ChatController, argument: str) -> None:
 
 async def attach(chat: ChatController, argument: str) -> None:
     """Handle ``/file PATH``: begin a question with a mention of the file."""
-    path = unquoted(argument)
+    path = mentions.unquoted(argument)
     read_text(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
         raise UsageError("The prompt already has text.", hint=f"Type {mentions.mention(path)} into it.")
-
-
-def unquoted(path: str) -> str:
-    """Return a path without the quotes or backslashes that a shell needs, or that a terminal adds to a dropped file."""
-    return path.strip("\"'").replace("\\ ", " ")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:
@@ -181,7 +176,7 @@ def _copy(chat: ChatController, text: str, file: str) -> None:
     if not file:
         chat.view.copy(text)
         return
-    path = Path(os.path.expanduser(unquoted(file)))
+    path = Path(os.path.expanduser(mentions.unquoted(file)))
     export.write_new(path, text)
     chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 

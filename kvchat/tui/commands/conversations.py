@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvchat.conversations import export
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.commands.chat import alone, unquoted
+from kvchat.tui.commands.chat import alone
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments
-from kvchat.tui.prompt.mentions import Part
+from kvchat.tui.prompt.mentions import Part, unquoted
 
 STEPS = {"next": 1, "previous": -1}  # of ``/branch``
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,8 @@ from kvchat.files import read_text
 from kvchat.units import size
 
 OFFERED = 50
-MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|'([^'\n]+)'|([^\s"](?:\\ |\S)*))""")
+_SINGLE = r"""'[^'\n]+'(?:(?:\\'|"'")'[^'\n]*')*"""  # a shell's way to write a quote inside: '\'' or '"'"'
+MENTION = re.compile(rf"""(?<!\S)(\\?)@(?:"([^"\n]+)"|({_SINGLE})|([^\s"](?:\\ |\S)*))""")
 _BEGUN = re.compile(r"""(?<!\S)@(?:"([^"\n]*)|([^\s"]*))$""")
 _PLAIN_PATH = re.compile(r"(~|\.{0,2}/)|.*\.\w{1,4}$")  # unlike a decorator such as @app.route
 PUNCTUATION = ".,;:!?)]}'"
@@ -83,7 +85,17 @@ def literal(text: str) -> str:
 
 def mention(path: str) -> str:
     """Return the mention of a file, in quotes if its path needs them."""
+    if '"' in path:
+        return f"@{shlex.quote(path)}"
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
+
+
+def unquoted(path: str) -> str:
+    """Return a path without the quotes or backslashes that a shell needs, or that a terminal adds to a dropped file."""
+    if path.startswith(("'", '"')):
+        with suppress(ValueError):  # it is not closed
+            return " ".join(shlex.split(path))
+    return re.sub(r"\\(\W)", r"\1", path)
 
 
 def offer(before: str, entries: Entries) -> Offer | None:
@@ -142,12 +154,11 @@ def _suggest(folder: str, entry: Entry) -> Suggestion:
 
 
 def _named(found: re.Match[str]) -> tuple[str, str, bool]:
-    """Return the name in a mention, the punctuation after it, and whether the name is quoted.
-
-    A terminal pastes the path of a file that is dropped on it in single quotes, or with a backslash before a space.
-    """
+    """Return the name in a mention, the punctuation after it, and whether the name is quoted."""
     _, double, single, bare = found.groups()
-    return (double or single, "", True) if bare is None else (*_split_punctuation(bare.replace("\\ ", " ")), False)
+    if bare is None:
+        return double or unquoted(single), "", True
+    return *_split_punctuation(unquoted(bare)), False
 
 
 def _split_punctuation(name: str) -> tuple[str, str]:

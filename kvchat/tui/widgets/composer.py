@@ -318,7 +318,7 @@ class Prompt(TextArea):
         event.stop()
         text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send line ends as CR
         shown = self._fold(text)
-        if shown == text and (MENTION.search(text) or (text.startswith("/") and self.selection.start == (0, 0))):
+        if shown == text and (MENTION.search(text) or (is_command(text) and self.selection.start == (0, 0))):
             self._pastes[text] = Part(text, is_typed=False)  # as typed text it would name a file or be a command
         self._replace_via_keyboard(shown, *self.selection)
 

@@ -14,7 +14,7 @@ LIMIT = 1000
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("notes.txt", "a file.md", "home/at home.txt", "sub/Deep.py", "sub/.hidden"):
+    for name in ("notes.txt", "a file.md", 'Bob\'s "best" (1).txt', "home/at home.txt", "sub/Deep.py", "sub/.hidden"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"in {name}")
@@ -39,6 +39,24 @@ def attached(text: str, limit: int = LIMIT) -> str:
 def test_a_mentioned_file_goes_before_what_was_written(folder, typed, name, written):
     text = (folder / name.replace("~", "home")).read_text()
     assert attached(typed) == f"{fenced(name, text)}\n\n{written}"
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        r"""'Bob'\''s "CV" (1).txt'""",  # GNOME, Konsole
+        """'Bob'"'"'s "CV" (1).txt'""",  # kitty
+        r"""Bob\'s\ \"CV\"\ \(1\).txt""",  # iTerm2, WezTerm
+        """Bob's "CV" (1).txt""",
+    ],
+)
+def test_a_dropped_file_is_found_whatever_its_name_and_the_terminal(folder, dropped):
+    name = """Bob's "CV" (1).txt"""
+    (folder / name).write_text("his")
+    assert mentions.unquoted(dropped) == name
+    assert attached(mentions.mention(name)) == fenced(name, "his")
+    if dropped != name:
+        assert attached(f"@{dropped} dropped") == f"{fenced(name, 'his')}\n\n{name} dropped"
 
 
 def test_a_file_alone_or_twice_goes_once():

@@ -86,6 +86,10 @@ async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
         press(app, "up", "enter")
         await until(lambda: finished(app, 2))
         assert app.controller.state.conversation.turns[2].content == sent
+        (await paste(app, f"{tmp_path}/notes.txt")).insert("@", (0, 0))  # dropped, and only then attached
+        press(app, "enter")
+        await until(lambda: finished(app, 3))
+        assert "a fact" in app.controller.state.conversation.turns[4].content
 
 
 async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unless_it_had_pastes(running, tmp_path):
