@@ -346,6 +346,9 @@ class ChatScreen(Screen[None]):
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
+        if bar.info is not state.info:
+            for welcome in self.query(Welcome):
+                welcome.suit(self.controller.models.in_use.model)
         bar.info, bar.phase, bar.download = state.info, state.phase, state.download
         self.query_one(StatusBar).stage = state.stage
         bar.mode, bar.params = f"auto: {state.mode}" if state.auto else state.mode, state.params

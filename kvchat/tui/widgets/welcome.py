@@ -59,6 +59,11 @@ class Welcome(Static):
     def on_mount(self) -> None:
         self.update(self._content())
 
+    def suit(self, model: str) -> None:
+        """Show the examples for another model."""
+        self._model = model
+        self.update(self._content())
+
     def offer(self, title: str) -> None:
         self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”"
         self.update(self._content())
