@@ -26,6 +26,7 @@ from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.paths import is_server, of_hub
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
+from kvchat.tui.prompt.mentions import unquoted
 from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, errors_as_toasts
 from kvchat.tui.view import Find
 from kvchat.tui.widgets.bars import KeyHints
@@ -273,7 +274,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
 def typed_model(text: str, found: list[FoundModel]) -> list[FoundModel]:
     """Return the unlisted model that ``text`` names: a folder, a GGUF file, a server or a repository to download."""
-    text = of_hub(text)
+    text = of_hub(unquoted(text))
     if not text or any(model.name == text and not model.problem for model in found):
         return []
     if is_server(text):

@@ -13,6 +13,7 @@ from textual.widgets import OptionList
 from kvchat.models.catalog import FoundModel, Room
 from kvchat.tui.screens import choosing
 from kvchat.tui.screens.choosing import ModelsScreen, describe_model, typed_model
+from kvchat.tui.widgets.welcome import EXAMPLES, Welcome
 
 GiB = 2**30
 HERE = FoundModel("bundled", "bundled", linears(2**24))
@@ -49,6 +50,7 @@ async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, ma
         await until(lambda: shown(app))
         press(app, *"other", "enter", "down")
         await until(lambda: app.controller.models.in_use.model == "org/other" and app.screen is app.chat)
+        await until(lambda: EXAMPLES[False][1] in str(app.chat.query_one(Welcome).content))  # what Enter would ask it
 
 
 async def test_enter_before_the_models_are_found_loads_what_is_typed(running, machine, monkeypatch):
@@ -83,6 +85,7 @@ def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
     assert typed_model("/org/name", []) == typed_model("../a", []) == []
     (tmp_path / "x.gguf").write_bytes(b"no")
     assert typed_model(str(tmp_path / "x.gguf"), [])[0].kind == "GGUF"
+    assert typed_model(f"'{tmp_path}/x.gguf'", [])[0].kind == "GGUF"  # as a terminal pastes a dropped file
 
 
 def facts(model, free=8 * GiB):
