@@ -82,7 +82,7 @@ def test_it_is_listed_behind_the_built_in_modes_and_its_implementation_is_not_im
     assert (result.returncode, result.stderr) == (0, "['kvchat_strided', 'kvchat_strided.parameters']\n")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
     assert list(listed) == [AUTO, *(cls.name for cls in BUILT_IN), "strided"]
-    window = {"name": "window", "default": 128, "doc": "most recent tokens, always attended"}
+    window = {"name": "window", "default": 128, "doc": "most recent tokens, always read"}
     assert window in listed["strided"]["params"]
 
 

@@ -65,7 +65,7 @@ class ModeParameters(BaseModel):
     recovery: bool = False
     """if the text goes wrong (entropy), bring tokens back; as a last resort undo some words"""
     pin_system: bool = False
-    """attend to the whole system prompt at every token, beyond the budget"""
+    """read the whole system prompt for every token, beyond the budget"""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -127,7 +127,7 @@ class BudgetParameters(ModeParameters):
     """Modes in which a token attends to a limited number of tokens."""
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens per KV head that a decoded token may attend to, with sinks and window (auto: context/32, 256 to 2048)"""
+    """tokens per KV head that a new token may read, with sinks and window (auto: context/32, 256 to 2048)"""
 
 
 class StreamingParameters(BudgetParameters, PaperParameters):
@@ -145,9 +145,9 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     tradeoff: ClassVar[str] = "everything between the first tokens and the window"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """C, which is sink + window + B; a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
+    """C, which is sink + window + B; a new token reads C to C + R tokens (auto: context/32, 256 to 2048)"""
     sink: int | None = Field(None, ge=0)
-    """S, first tokens, always attended to (auto: the system prompt, at least 4, at most a quarter of the budget)"""
+    """S, first tokens, always read (auto: the system prompt, at least 4, at most a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
     """W, most recent tokens that a prune keeps; sets the budget to sink + window + B (auto: from the budget)"""
     B: int = Field(0, ge=0)
@@ -198,13 +198,13 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     query: Literal["own", "ahead", "last"] | None = None
     """query that chooses: the token's own, an estimate one layer ahead, or the last token's (auto: ahead on a GPU)"""
     sink: int | None = Field(None, ge=0)
-    """S, first tokens, always attended to (auto: 4; profile=paper: a quarter of the budget)"""
+    """S, first tokens, always read (auto: 4; profile=paper: a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens, always attended to (auto: 32 with query=own, otherwise a quarter of the budget)"""
+    """W, most recent tokens, always read (auto: 32 with query=own, otherwise a quarter of the budget)"""
     tau: float | None = Field(None, allow_inf_nan=False)
     """with unit=page, query=last: correct a head if its query's cosine to the previous is below tau (auto: 0.8)"""
     first_full: bool = True
-    """keep and attend to all tokens in the first layer"""
+    """keep and read all tokens in the first layer"""
     rest: Literal["mean", "none"] = "mean"
     """approximate unread tokens by their pages' mean values, weighted by the index, or not (unit=page: none)"""
 
@@ -260,7 +260,7 @@ class FreezeParameters(PaperParameters):
     floor: int | None = Field(None, ge=0)
     """read at least this many tokens; above that, the least relevant freeze first (auto: 400; profile=paper: 0)"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that a decoded token may attend to: others are forgotten; not shared with other modes (auto: no limit)"""
+    """tokens that a new token may read: others are forgotten; not shared with other modes (auto: no limit)"""
 
 
 class SyncParameters(BudgetParameters, PaperParameters):
@@ -280,7 +280,7 @@ class SyncParameters(BudgetParameters, PaperParameters):
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that a following head may attend to, recent ones included (auto: from mem, at least 64 besides those)"""
+    """tokens that a following head may read, recent ones included (auto: from mem, at least 64 besides those)"""
     mem: float | None = Field(None, gt=0, le=1)
     """fraction of full mode's device K/V to use, unless budget is set (auto: 0.5, more if over 1/4 of heads choose)"""
     clusters: int | None = Field(None, ge=1)
@@ -337,7 +337,7 @@ class RaaSParameters(ModeParameters):
     }
 
     budget: int = Field(1024, ge=MIN_BUDGET)
-    """tokens of the answer that a token attends to, in whole pages, besides the prompt; not shared with other modes"""
+    """tokens of the answer that a token reads, in whole pages, besides the prompt; not shared with other modes"""
 
 
 class RazorParameters(ComparedParameters):
@@ -350,7 +350,7 @@ class RazorParameters(ComparedParameters):
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that all other heads attend to; a fifth of the prompt if that is more (auto: context/32)"""
+    """tokens that all other heads read; a fifth of the prompt if that is more (auto: context/32)"""
     share: float = Field(0.15, gt=0, le=1)
     """share of KV heads that read everything"""
 

@@ -18,7 +18,7 @@ FIGURES = {
         "context used": "stored tokens, as a share of what the model can attend to",
     },
     "this answer": {
-        "reads": "stored tokens that the last token attended to, on average over layers and KV heads: more than the"
+        "reads": "stored tokens that the last token read, on average over layers and KV heads: more than the"
         " budget where some layers read everything; less than everything in full mode where some have a sliding"
         " window; a prompt reads everything in every mode",
         "attention covered": "share of the model's attention to everything stored that falls on the tokens"
@@ -33,12 +33,12 @@ FIGURES = {
     "mode": {
         READ_OF_STORED: "over time, from the first token at the left to the newest: solid is what a token read,"
         " shaded what was stored then; ▾ where the mode changed",
-        "budget": "tokens a token may attend to in a KV head that the mode chooses for; in their first layers, or"
+        "budget": "tokens a token may read in a KV head that the mode chooses for; in their first layers, or"
         " in some heads, some modes read everything",
         "parameters": "/settings lists and changes the parameters of all modes",
         "next mode": "the mode that the next-mode key switches to",
         "to switch": "what switching copies from RAM to the GPU, and about how long it takes",
-        "pinned": "tokens every mode attends to: pinned messages and system prompt; how many exceed the budget",
+        "pinned": "tokens every mode reads: pinned messages and system prompt; how many exceed the budget",
         "recurrent state": "memory of layers that keep a fixed-size state instead of K/V, and of its copies",
         "recovery": "what was done when the text's entropy went wrong: SR and WR bring tokens back, FR reads"
         " more for a while, RR undoes the last words; calm: nothing",

@@ -38,7 +38,7 @@ ENDINGS = {"stopped": "stopped", "length": "token limit, /continue", "context": 
 REUSED = "not read again"
 CORRECTED = "share of heads' choices replaced before attention because the query had turned"
 RECEIPT = {
-    "read": "share of stored tokens that a token attended to, on average over the answer, and how many were stored",
+    "read": "share of stored tokens that a token read, on average over the answer, and how many were stored",
     "covered": "share of full attention that fell on the tokens read: its lowest value in the answer",
     REUSED: "prompt tokens that a server already had, out of the whole prompt",
     "corrected": CORRECTED,
@@ -55,7 +55,7 @@ SUMS = {
     "reused": "prompt tokens already stored, so not processed again",
     "speed": "tokens generated per second, over all answers",
     "first token": "from a question to the first token of its answer, on average",
-    "read": "share of stored tokens that a token attended to, on average over all tokens",
+    "read": "share of stored tokens that a token read, on average over all tokens",
     "covered": "share of full attention that fell on the tokens read, on average over all tokens",
     "fetched": "copied from RAM to the GPU",
     "hit rate": "share of the choice that was already on the device",

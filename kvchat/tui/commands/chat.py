@@ -292,7 +292,7 @@ async def pin(chat: ChatController, argument: str) -> None:
             chat.view.toast("Unpinned.")
         else:
             chat.pins.pin(message)
-            chat.view.toast("Pinned: every mode attends to it from now on, in addition to its budget.")
+            chat.view.toast("Pinned: every mode reads it from now on, in addition to its budget.")
 
 
 def _pin_system(chat: ChatController) -> None:
@@ -300,7 +300,7 @@ def _pin_system(chat: ChatController) -> None:
     if pinned and not chat.state.conversation.system:
         raise UsageError("There is no system prompt to pin.", hint="Set one with /system TEXT.")
     chat.set_parameter("pin_system", pinned)
-    chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pinned else 'no longer pinned'}.")
+    chat.view.add_note(f"The system prompt is {'pinned: every mode reads it' if pinned else 'no longer pinned'}.")
 
 
 def _question(chat: ChatController, argument: str) -> Message:

@@ -17,6 +17,6 @@ class StridedParameters(BudgetParameters):
     figures: ClassVar[Mapping[str, str]] = {"pages": "that a token reads in each KV head, beyond sinks and window"}
 
     window: int = Field(128, ge=32)
-    """most recent tokens, always attended"""
+    """most recent tokens, always read"""
     stride: int = Field(2, ge=1)
     """read one page of every N, the newest first, as many as the budget allows"""
