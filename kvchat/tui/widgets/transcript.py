@@ -21,6 +21,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
 from textual.reactive import reactive
+from textual.selection import Selection
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -390,7 +391,6 @@ def shade(mark: Mark) -> str:
 class Gutter(Widget):
     """One column at the left edge of a transcript."""
 
-    ALLOW_SELECT = False  # its marks do not belong to a text selected next to them
     DEFAULT_CSS = "Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }"
 
     def __init__(self, transcript: Transcript) -> None:
@@ -413,6 +413,9 @@ class Gutter(Widget):
         """Show the marks that ``mark_of`` returns for the ids of the messages in view; None shows none."""
         self._mark_of = mark_of
         self._draw()
+
+    def get_selection(self, selection: Selection) -> None:
+        """Return nothing: a selection may begin here, but the marks do not belong to the text next to them."""
 
     def _draw(self) -> None:
         rows: list[Mark | None] = [None] * self.size.height
