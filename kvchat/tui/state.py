@@ -301,7 +301,7 @@ class ChatState:
 
 def no_engine() -> UsageError:
     """Return the error for a command that needs a running engine."""
-    return UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+    return UsageError("No model is loaded.", hint="/restart or the next question loads it again.")
 
 
 def described(info: Loaded) -> str:
