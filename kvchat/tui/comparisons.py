@@ -161,8 +161,8 @@ def verdict(shown: RunningComparison) -> str:
     found = [run for run in runs if is_found(run, shown.fact)]
     if runs and runs[0].mode == modes.REFERENCE and runs[0] not in found:
         return (
-            f"{modes.REFERENCE} misses it too: this model cannot answer at this length, so the answers say nothing"
-            " about the modes; try a shorter text, as in /needle 500."
+            f"{modes.REFERENCE} misses it: this model cannot answer at this length, so the answers say nothing"
+            " about the modes; try a shorter text, as in /needle 256, or a larger model."
         )
     missed = [run.mode for run in runs if run not in found]
     sentences = [f"{', '.join(missed)} did not find it."] if missed else []
