@@ -361,7 +361,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
     if switched.moved_bytes:
         parts.append(f"moved {size(switched.moved_bytes)}")
     if switched.reduced_tokens:
-        parts.append(f"{count(switched.reduced_tokens)} tok computed with less context, /rebuild recomputes them")
+        parts.append(f"{count(switched.reduced_tokens)} tok with reduced context, /rebuild recomputes them")
     return " · ".join(parts)
 
 

@@ -229,7 +229,7 @@ def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_a
 
 def test_nothing_known_nothing_said_and_what_was_reduced_is():
     assert str(note(None).content) == "full → speculative · at 14,203 tok"
-    assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)
+    assert "120 tok with reduced context" in str(note(reduced_tokens=120).content)
 
 
 def test_what_the_user_set_of_the_mode_is_said():
