@@ -14,7 +14,7 @@ from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import UsageError
 from kvchat.units import size
 
-app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, help="List profiles: settings for kinds of GPUs.", no_args_is_help=True)
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
