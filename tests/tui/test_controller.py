@@ -89,7 +89,7 @@ async def test_nothing_waits_for_the_end_of_an_engine(chat):
     await asyncio.sleep(0)
     with pytest.raises(UsageError, match="not loaded yet"):
         chat.controller.switch("streaming")
-    with pytest.raises(UsageError, match="down"):
+    with pytest.raises(UsageError, match="No model is loaded"):
         chat.controller.models.plan("", None)
     assert (chat.client.sent, chat.client.starts, chat.phase) == ([], 0, Phase.LOADING)
     chat.client.ended.set()
