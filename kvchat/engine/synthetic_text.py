@@ -12,30 +12,63 @@ from typing import Any
 
 from kvchat.protocol.messages import Turn
 
-
-def _phrases(text: str) -> list[str]:
-    return text.split(", ")
-
-
-PEOPLE = _phrases(
-    "the miller, my aunt, an old sailor, the doctor, a young teacher, the baker, her brother, the captain, a stranger"
-)
-DEEDS = _phrases(
-    "walked to, wrote a letter about, remembered, came back from, spoke for an hour about, painted, dreamed of, "
-    "looked for, never forgot, asked the way to"
-)
-THINGS = _phrases(
-    "the harbour, the garden behind the church, a small house by the river, the road over the hills, the market, "
-    "the long winter, a broken clock, the bridge, an empty station, the lighthouse, the school in the valley"
-)
-TIMES = _phrases(
-    "in the morning, when the rain had stopped, before anybody else was awake, late in the autumn, after the war, "
-    "on the second day, while the others slept, for the last time, without saying a word"
-)
-SAYINGS = _phrases(
-    "It was nothing new, Nobody answered, The wind had turned to the north, Then there was silence for a while, "
-    "They laughed about it later, A dog barked somewhere, The light was already fading, That was all she knew"
-)
+PEOPLE = [
+    "the miller",
+    "my aunt",
+    "an old sailor",
+    "the doctor",
+    "a young teacher",
+    "the baker",
+    "her brother",
+    "the captain",
+    "a stranger",
+]
+DEEDS = [
+    "walked to",
+    "wrote a letter about",
+    "remembered",
+    "came back from",
+    "spoke for an hour about",
+    "painted",
+    "dreamed of",
+    "looked for",
+    "never forgot",
+    "asked the way to",
+]
+THINGS = [
+    "the harbour",
+    "the garden behind the church",
+    "a small house by the river",
+    "the road over the hills",
+    "the market",
+    "the long winter",
+    "a broken clock",
+    "the bridge",
+    "an empty station",
+    "the lighthouse",
+    "the school in the valley",
+]
+TIMES = [
+    "in the morning",
+    "when the rain had stopped",
+    "before anybody else was awake",
+    "late in the autumn",
+    "after the war",
+    "on the second day",
+    "while the others slept",
+    "for the last time",
+    "without saying a word",
+]
+SAYINGS = [
+    "It was nothing new.",
+    "Nobody answered.",
+    "The wind had turned to the north.",
+    "Then there was silence for a while.",
+    "They laughed about it later.",
+    "A dog barked somewhere.",
+    "The light was already fading.",
+    "That was all she knew.",
+]
 PASSAGES = 8
 ANSWER_TOKENS = 24
 TOLD, ASKED = "The passkey is {}. Remember it.", "What is the passkey?"
@@ -46,7 +79,7 @@ def sentences(seed: int) -> Iterator[str]:
     random_ = random.Random(seed)
     while True:
         if random_.random() < 0.25:
-            yield f"{random_.choice(SAYINGS)}."
+            yield random_.choice(SAYINGS)
             continue
         who, did, what, when = (random_.choice(words) for words in (PEOPLE, DEEDS, THINGS, TIMES))
         start, end = (f"{when}, {who}", "") if random_.random() < 0.3 else (who, f" {when}")
