@@ -35,7 +35,7 @@ from kvchat.models.hub import Progress
 from kvchat.models.probe import observe_shape
 from kvchat.models.quantize import quantization
 from kvchat.models.recurrent import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.models.support import explained
+from kvchat.models.support import refuse_unreadable
 from kvchat.models.weights import AT_MOST
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
@@ -155,7 +155,7 @@ def observe(described: ModelDescription) -> Observed:
     Raises:
         ModelError: the model cannot be run.
     """
-    with explained(described.location.name, "the model"):
+    with refuse_unreadable(described.location.name, "the model"):
         shapes = described.shapes
         state = RecurrentState(shapes.config)
         shape = observe_shape(shapes, state)

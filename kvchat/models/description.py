@@ -166,7 +166,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     others = resolve_others(on, gpus)
     location = locate(name, progress)
     support.import_transformers()
-    with support.explained(location.name, "its configuration"):
+    with support.refuse_unreadable(location.name, "its configuration"):
         config = _read_config(location)
         _complete_yarn(config, is_extended=bool(location.gguf))
         support.check_quantization(config, location.name)
@@ -206,7 +206,7 @@ def _read_config(location: ModelLocation) -> Any:
     if location.gguf:
         return ggufs.of_file(location.folder / location.gguf, location.name)
     read_json(location.folder / "config.json")  # gives a better message if the file is damaged
-    with support.explained(location.name, "its config.json"):
+    with support.refuse_unreadable(location.name, "its config.json"):
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
 
 

@@ -25,7 +25,7 @@ from kvchat.errors import ModelError
 from kvchat.models import gguf_file
 from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
-from kvchat.models.support import explained
+from kvchat.models.support import refuse_unreadable
 
 # Number of layers of the models that do not scale scores by the head size; llama.cpp recognizes them in the same way.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -64,7 +64,7 @@ def of_file(path: Path, name: str) -> Any:
         ModelError: it is damaged, not a language model, or of an architecture that transformers does not read.
     """
     file = read_model(path)
-    with explained(name, "the GGUF file"):
+    with refuse_unreadable(name, "the GGUF file"):
         found = _by_transformers(file)
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

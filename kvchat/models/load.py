@@ -377,7 +377,7 @@ def _stays_plain(described: ModelDescription, quantize: str) -> str:
 @contextlib.contextmanager
 def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
     """Turn whatever reading and testing the model raises into kvchat's own error."""
-    with support.explained(described.location.name, "the model"):
+    with support.refuse_unreadable(described.location.name, "the model"):
         try:
             yield
         except Exception as error:
@@ -388,7 +388,7 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: str) -> tuple[Any, tuple[str, ...]]:
     """Load the tokenizer, with ``template`` in place of its own unless empty; also return notes for the user."""
-    with support.explained(checkpoint.name, "its tokenizer"), explained_panics():
+    with support.refuse_unreadable(checkpoint.name, "its tokenizer"), explained_panics():
         if checkpoint.gguf:
             built = tokenizers.build(described.gguf, checkpoint.name, template)
             return guarded(built.tokenizer), built.notes

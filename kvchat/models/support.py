@@ -215,7 +215,7 @@ def cannot_run(model: Any, reason: str) -> ModelError:
 
 
 @contextmanager
-def explained(name: str, what: str) -> Iterator[None]:
+def refuse_unreadable(name: str, what: str) -> Iterator[None]:
     """Refuse the model ``name`` for whatever transformers raises while it reads ``what`` in this block."""
     try:
         yield
