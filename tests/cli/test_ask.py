@@ -25,21 +25,21 @@ from kvchat.models import compile_ahead
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 ANSWER = "".join(PIECES)
-OF_TAU = {"index": "bounds", "unit": "page", "query": "last"}  # what tau is a parameter of
+TAU_SETTINGS = {"index": "bounds", "unit": "page", "query": "last"}  # what tau is a parameter of
 
 
 def prompt(session: FakeSession) -> str:
     return session.asked[-1][0][-1].content
 
 
-def test_ask_prints_the_text_and_nothing_else(run, session):
+def test_ask_prints_only_the_text(run, session):
     assert run("ask", "hello") == (0, ANSWER + "\n", "")
     assert session.asked == [((Turn("user", "hello"),), Sampling())]
     assert session.loaded == Load()
     assert session.closed
 
 
-def test_ask_hands_on_every_setting_of_the_model(run, session):
+def test_ask_passes_on_model_settings(run, session):
     settings = paths.config_file()
     settings.parent.mkdir(parents=True)
     settings.write_text("[model]\nfast = false\n")
@@ -47,13 +47,13 @@ def test_ask_hands_on_every_setting_of_the_model(run, session):
     assert session.loaded == Load(quantize="int8", fast=False)
 
 
-def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run, session):
+def test_model_notes_go_to_stderr(run, session):
     session.notes = ("No template.",)
     assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: No template.\n")
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(interrupted, run, session, monkeypatch):
+def test_ask_ends_after_compiling_or_on_ctrl_c(interrupted, run, session, monkeypatch):
     closed = []
 
     def finish(progress):
@@ -66,7 +66,7 @@ def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(interrupted, run, se
     assert closed == [True]
 
 
-def test_a_full_disk_under_stdout_is_said_in_one_line():
+def test_a_full_disk_behind_stdout_is_a_one_line_error():
     command = [sys.executable, "-m", "kvchat", "modes"]
     with open("/dev/full", "w") as full:
         outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
@@ -85,7 +85,7 @@ def test_flags_reach_the_session(run, session):
     assert session.loaded
     mode_params = session.loaded.mode_params
     assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
-    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5, **OF_TAU}
+    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5, **TAU_SETTINGS}
     assert mode_params["streaming"] == {"budget": 512}
     assert "freeze" not in mode_params, "its budget is its own, and tau of one mode is unrelated to that of another"
     turns, sampling = session.asked[0]
@@ -93,7 +93,7 @@ def test_flags_reach_the_session(run, session):
     assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, seed=0, stop=("a", "b"), max_new_tokens=9)
 
 
-def test_text_comes_as_it_is_generated(run, session, capfd):
+def test_text_is_streamed(run, session, capfd):
     seen = []
     session.on_token = lambda _session, _n: seen.append(capfd.readouterr().out)
     run("ask", "hello")
@@ -126,7 +126,7 @@ def test_stats_go_to_stderr(run, session):
     assert (rows["generated_tokens"], rows["ttft_s"], rows["switches"]) == ("5", "-", "0")
 
 
-def test_piped_text_is_the_prompt_or_stands_before_it_as_a_file(run, session):
+def test_piped_text_is_the_prompt_or_a_file_before_it(run, session):
     run("ask", stdin="grüß\n".encode())
     assert prompt(session) == "grüß"
     run("ask", "Sum up:", stdin=b"a\nb\n")
@@ -144,7 +144,7 @@ def test_files_come_before_the_prompt_with_their_names(run, session, tmp_path):
 
 
 @pytest.mark.parametrize("stdin", [None, b"", b" \n"])
-def test_an_empty_prompt_is_refused_before_anything_is_loaded(run, session, stdin):
+def test_an_empty_prompt_is_refused_before_loading(run, session, stdin):
     outcome = run("ask", stdin=stdin)
     assert (outcome.code, outcome.out) == (2, "")
     assert "prompt" in outcome.err
@@ -152,7 +152,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run, session, stdi
     assert session.loaded is None
 
 
-def test_bytes_that_are_not_utf8_are_refused_by_place(run, session, tmp_path):
+def test_invalid_utf8_is_rejected_with_its_position(run, session, tmp_path):
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"gr\xfc\xdf")
     assert not lacks(run("ask", stdin=b"ab\xff").err, "stdin", "Byte 2", "0xff")
@@ -182,25 +182,25 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run, session, tmp_path):
         (["--switch-at", "3:fulll"], ('"fulll"', '"full"')),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_loaded(run, session, args, facts):
+def test_invalid_flags_are_rejected_before_loading(run, session, args, facts):
     outcome = run("ask", "hello", *args)
     assert (outcome.code, outcome.out, session.loaded) == (2, "", None)
     assert not lacks(outcome.err, *facts)
 
 
-def test_unknown_options_and_wrong_numbers_are_usage_errors(run):
+def test_unknown_options_and_invalid_numbers_are_usage_errors(run):
     assert run("ask", "hello", "--nonsense").code == 2
     assert run("bench", "decode", "--steps", "x").code == 2
 
 
-def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run, session):
+def test_mode_prefixes_are_accepted(run, session):
     outcome = run("ask", "hello", "--mode", "spec", "--budget", "512", "--switch-at", "2:STREAM", "--json")
     assert session.loaded
     assert (session.loaded.mode, session.loaded.mode_params["speculative"]) == ("speculative", {"budget": 512})
     assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
 
 
-def test_a_parameter_without_effect_is_said(run, session):
+def test_a_parameter_without_effect_is_reported(run, session):
     outcome = run("ask", "hello", "--budget", "512")
     assert not lacks(outcome.err, "--budget", "full", "speculative, streaming, sync", "--param resident=")
     assert outcome.code == 0
@@ -212,7 +212,7 @@ def test_a_parameter_without_effect_is_said(run, session):
 @pytest.mark.parametrize(
     "flags", ["--mode freeze --budget 512", "--mode freeze --param budget=512", "--switch-at 1:freeze,budget=512"]
 )
-def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run, session, flags):
+def test_a_budget_for_freeze_warns_of_its_cost(run, session, flags):
     outcome = run("ask", "hello", *flags.split())
     assert outcome.code == 0
     assert outcome.err == f"kvchat: freeze: {registered()['freeze'].own['budget']}.\n"
@@ -221,7 +221,7 @@ def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run, session, flags
     assert run("ask", "hello", "--mode", "freeze", "--param", "budget=auto").err == ""
 
 
-def test_switches_happen_after_the_tokens_named(run, session):
+def test_switches_happen_after_the_given_tokens(run, session):
     flags = [
         "--switch-at",
         "4:full",
@@ -234,24 +234,24 @@ def test_switches_happen_after_the_tokens_named(run, session):
     assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
     assert result["mode"] == "full"
     run("ask", "hello", *flags[2:])
-    assert session.params == {"budget": 128, "tau": 0.9, **OF_TAU}
+    assert session.params == {"budget": 128, "tau": 0.9, **TAU_SETTINGS}
     assert session.loaded
     assert session.loaded.mode_params["speculative"] == {"sink": 4}
 
 
-def test_a_refused_switch_is_said_and_the_answer_goes_on(run, session):
+def test_a_refused_switch_is_reported_and_the_answer_continues(run, session):
     session.failure = DoesNotFitError("Too small.", "It needs 96.")
     expected = (3, ANSWER + "\n", f"kvchat: {session.failure}\n")
     assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == expected
 
 
-def test_a_switch_that_never_came_is_said(run, session):
+def test_an_unreached_switch_is_reported(run, session):
     outcome = run("ask", "hello", "--switch-at", "99:streaming")
     assert (outcome.code, outcome.out) == (0, ANSWER + "\n")
     assert not lacks(outcome.err, "streaming", "99 tokens")
 
 
-def test_what_does_not_fit_exits_with_3(run, session):
+def test_a_prompt_that_does_not_fit_exits_with_3(run, session):
     session.error = DoesNotFitError("Too long.", "9 tokens, the context 8.", "Shorten it.")
     outcome = run("ask", "hello")
     assert outcome.code == 3
@@ -260,7 +260,7 @@ def test_what_does_not_fit_exits_with_3(run, session):
     assert run("ask", "hello") == (1, "The quick\n", "kvchat: Broken.\n"), "what came stays on a line of its own"
 
 
-def test_an_unexpected_error_names_the_log_that_has_the_traceback(run, session):
+def test_unexpected_errors_name_the_log_with_the_traceback(run, session):
     session.error = ZeroDivisionError("one\ntwo")
     outcome = run("ask", "hello")
     assert outcome.code == 1
@@ -294,11 +294,11 @@ def test_interrupting_keeps_the_text_and_exits_with_130(run, session):
 def test_an_interrupt_before_the_answer_begins_is_not_lost(run, session, monkeypatch):
     answer = session.answer
 
-    def encode_for_long(*args):
+    def interrupt_while_encoding(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return answer(*args)
 
-    monkeypatch.setattr(session, "answer", encode_for_long)
+    monkeypatch.setattr(session, "answer", interrupt_while_encoding)
     assert run("ask", "hello") == (130, "\n", "")
 
 
@@ -319,7 +319,7 @@ main()
 """
 
 
-def test_a_closed_pipe_ends_it_quietly():
+def test_a_closed_pipe_ends_ask_quietly():
     pipe, command = subprocess.PIPE, [sys.executable, "-c", ASK_A_FAKE]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ(TERM="dumb")) as child:
         child.stdin.close()
@@ -332,7 +332,7 @@ def test_a_closed_pipe_ends_it_quietly():
 # ---- What a command asks: read from files, pipes and stdin, never without an end
 
 
-def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path, monkeypatch):
+def test_pipes_are_read_and_endless_ones_rejected(tmp_path, monkeypatch):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     threading.Thread(target=pipe.write_text, args=("from a pipe",), daemon=True).start()
@@ -345,19 +345,19 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path, monkeypatch)
     endless.join()
 
 
-def test_a_path_that_the_system_refuses_is_told(tmp_path):
+def test_an_invalid_path_is_reported(tmp_path):
     with pytest.raises(UsageError, match="too long"):
         compose("", [tmp_path / ("x" * 300)], b"")
 
 
-def test_stdin_without_an_end_is_refused(run, monkeypatch):
+def test_endless_stdin_is_rejected(run, monkeypatch):
     monkeypatch.setattr(chat, "MAX_BYTES", 100)
     outcome = run("ask", stdin=b"x" * 101)
     assert (outcome.code, outcome.out) == (3, "")
     assert not lacks(outcome.err, "stdin", "100 B")
 
 
-def test_a_wait_for_the_end_of_stdin_is_told(monkeypatch):
+def test_waiting_for_stdin_is_reported(monkeypatch):
     receiving, sending = os.pipe()
     monkeypatch.setattr(chat, "PATIENCE_S", 0.0)
     monkeypatch.setattr(chat, "note", lambda _text: os.close(sending))
@@ -375,7 +375,7 @@ def _write_until_closed(pipe: Path) -> None:
             return
 
 
-def test_lines_of_windows_end_as_models_know_it(tmp_path, monkeypatch):
+def test_windows_line_endings_become_newlines(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_bytes(b"one\r\ntwo\r\n")
     monkeypatch.setattr(chat, "piped", lambda: b"three\r\nfour\r\n")
@@ -392,7 +392,7 @@ GREEDY = ("--temperature", "0")
 
 
 @pytest.mark.slow("the bundled model is loaded")
-def test_a_question_is_answered_and_nothing_else_is_printed(run):
+def test_ask_prints_only_the_models_answer(run):
     plain = run("ask", "What is the capital of France?", *GREEDY)
     assert (plain.code, plain.err) == (0, "")
     as_json = run("ask", "--json", *GREEDY, stdin=b"What is the capital of France?\n")
@@ -405,7 +405,7 @@ def test_a_question_is_answered_and_nothing_else_is_printed(run):
 
 @pytest.mark.slow("the bundled model is loaded")
 @pytest.mark.parametrize(
-    ("args", "stdin", "code", "said"),
+    ("args", "stdin", "code", "fact"),
     [
         (["hi", "-m", "/no/such/model"], b"", 2, "/no/such/model"),
         (["hi", "--mode", "streaming", "--param", "sink=64", "--param", "window=64", "--budget", "64"], b"", 2, "64"),
@@ -413,9 +413,9 @@ def test_a_question_is_answered_and_nothing_else_is_printed(run):
     ],
     ids=["no such model", "budget below sinks and window", "1 MB paste"],
 )
-def test_what_cannot_be_done_is_said_in_one_line(run, args, stdin, code, said):
+def test_impossible_requests_are_one_line_errors(run, args, stdin, code, fact):
     result = run("ask", *args, stdin=stdin)
     assert (result.code, result.out) == (code, "")
     assert result.err.startswith("kvchat: ")
-    assert said in result.err
+    assert fact in result.err
     assert result.err.count("\n") == 1

@@ -15,7 +15,7 @@ from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, line: str, measurement: ModuleType) -> tuple[Any, ModelChoice]:
+def settings_from(monkeypatch: pytest.MonkeyPatch, line: str, measurement: ModuleType) -> tuple[Any, ModelChoice]:
     """The settings and the model choice that a command ``line`` results in."""
     given: list[Any] = []
     monkeypatch.setattr(measurement, "run", lambda *args: given.extend(args) or {"rows": []})
@@ -57,35 +57,35 @@ NAMES = [line.split()[0] for _, line, _ in COMMANDS]
 
 
 @pytest.mark.parametrize(("measurement", "line", "settings"), COMMANDS, ids=NAMES)
-def test_every_option_arrives(monkeypatch, measurement, line, settings):
-    given, choice = asked(monkeypatch, f"{line} {MODEL}", measurement)
+def test_every_option_reaches_the_settings(monkeypatch, measurement, line, settings):
+    given, choice = settings_from(monkeypatch, f"{line} {MODEL}", measurement)
     assert {name: getattr(given, name) for name in settings} == settings
     assert choice == replace(CHOICE, host_dtype="int8" if "--host-dtype" in line else "model")
 
 
 @pytest.mark.parametrize(("measurement", "line"), [command[:2] for command in COMMANDS], ids=NAMES)
-def test_without_options_the_settings_are_the_measurements_own(monkeypatch, measurement, line):
-    given, choice = asked(monkeypatch, line.split()[0], measurement)
+def test_without_options_the_measurements_own_settings_apply(monkeypatch, measurement, line):
+    given, choice = settings_from(monkeypatch, line.split()[0], measurement)
     own = {field.name: field.default for field in fields(given) if field.name != "modes"}
     assert {name: getattr(given, name) for name in own} == own
     assert choice == ModelChoice()
 
 
-def test_a_budget_is_that_of_modes_that_name_none(monkeypatch):
-    given, _ = asked(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
+def test_budgets_apply_to_modes_that_name_none(monkeypatch):
+    given, _ = settings_from(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
     assert given.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")
 
 
-def test_without_modes_the_standard_ones_have_the_budgets(monkeypatch):
-    given, _ = asked(monkeypatch, "recall --budget 99", recall)
+def test_standard_modes_use_the_given_budget(monkeypatch):
+    given, _ = settings_from(monkeypatch, "recall --budget 99", recall)
     assert given.modes == ("streaming:budget=99", "speculative:budget=99", "freeze", "sync:budget=99")
-    given, _ = asked(monkeypatch, "agreement", agreement)
+    given, _ = settings_from(monkeypatch, "agreement", agreement)
     assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
 
 
 @pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "decode", "prefill", "peers", "paper freekv"])
 @pytest.mark.parametrize("options", ["--mode fulll", "--mode sync:budget=1", "--mode sync:m"])
-def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, options):
+def test_invalid_variants_are_rejected_before_importing_torch(monkeypatch, command, options):
     monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))
     ran = CliRunner().invoke(app, ["bench", *command.split(), *options.split()])
     assert isinstance(ran.exception, UsageError)
@@ -97,13 +97,13 @@ def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, opt
 @pytest.mark.parametrize(
     ("place", "reason"), [("", "is a folder. Use a file name for --out"), ("no/x.json", "There is no folder")]
 )
-def test_where_no_file_can_be_written_nothing_is_measured(place, reason, tmp_path):
+def test_an_unwritable_result_file_is_refused_before_measuring(place, reason, tmp_path):
     ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path / place)])
     assert isinstance(ran.exception, UsageError)
     assert reason in str(ran.exception)
 
 
 @pytest.mark.parametrize("where", [["--out", "a.json", "--json"], ["--out=a.json"]])
-def test_a_result_names_its_command_without_where_it_was_kept(where, monkeypatch):
+def test_a_result_records_its_command_without_output_options(where, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kvchat", "bench", "recall", *where, "--mode", "sync:m=5"])
     assert bench._command(sys.argv[1:]) == "kvchat bench recall --mode sync:m=5"

@@ -16,7 +16,7 @@ from kvchat.tui.state import AppConfig
 
 
 @pytest.mark.parametrize(("chosen", "theme"), [("kvchat-light", "kvchat-light"), ("", "kvchat-ansi")])
-def test_the_terminals_theme_counts_where_the_settings_name_none(monkeypatch, tmp_path, chosen, theme):
+def test_the_terminal_decides_the_theme_if_not_configured(monkeypatch, tmp_path, chosen, theme):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(chat, "prefers_lines", lambda: False)
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
@@ -42,7 +42,7 @@ def test_the_terminals_theme_counts_where_the_settings_name_none(monkeypatch, tm
         ([], True, {"ACCESSIBLE": "0"}, False),
     ],
 )
-def test_lines_are_chosen_where_no_screen_can_be_drawn(run, monkeypatch, arguments, terminal, variables, is_plain):
+def test_line_mode_is_used_if_no_screen_can_be_drawn(run, monkeypatch, arguments, terminal, variables, is_plain):
     monkeypatch.setattr(app, "run", lambda _config: 7)
     monkeypatch.setattr(plain, "run", lambda _config: 8)
     monkeypatch.setattr(chat, "_is_terminal", lambda _stream: terminal)
@@ -53,7 +53,7 @@ def test_lines_are_chosen_where_no_screen_can_be_drawn(run, monkeypatch, argumen
 
 
 @pytest.mark.parametrize("redirected", ["stdin", "stdout", "stderr"])
-def test_lines_are_chosen_where_a_stream_is_no_terminal(monkeypatch, redirected):
+def test_line_mode_is_used_if_a_stream_is_redirected(monkeypatch, redirected):
     monkeypatch.setattr(chat, "_is_terminal", lambda stream: stream is not getattr(sys, redirected))
     monkeypatch.delenv("ACCESSIBLE", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -76,7 +76,7 @@ def test_the_application_gets_the_settings(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("no", False)])
-def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding, can):
+def test_a_screen_needs_a_unicode_encoding(encoding, can):
     class Stream:
         def __init__(self):
             self.encoding = encoding
@@ -87,9 +87,7 @@ def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding, can):
 @pytest.mark.parametrize(
     ("prompt", "piped"), [("Sum up", "File stdin:\n```\na\nb\n```"), ("", ""), ("/stats", ""), (" ", "")]
 )
-def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_questions_by_lines(
-    monkeypatch, prompt, piped
-):
+def test_piped_text_is_attached_only_to_a_question(monkeypatch, prompt, piped):
     monkeypatch.setattr(chat, "piped", lambda: b"a\nb\n")
     monkeypatch.setattr(chat, "start", lambda config, plain: started.append(config) or 0)
     started: list[AppConfig] = []
@@ -100,7 +98,7 @@ def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_quest
 # ---- kvchat replay
 
 
-def test_a_file_that_is_no_recording_is_refused_before_the_screen(tmp_path):
+def test_an_invalid_recording_is_refused_before_the_screen_starts(tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
     with pytest.raises(UsageError, match="not a kvchat recording"):
         replay(tmp_path / "notes.txt", plain=True)

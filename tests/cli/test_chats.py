@@ -12,7 +12,7 @@ from kvchat.conversations.store import ConversationStore
 from kvchat.errors import UsageError
 
 
-def keep(question: str, id: str = "") -> Conversation:
+def save(question: str, id: str = "") -> Conversation:
     conversation = Conversation(id=id)
     conversation.ask(question)
     conversation.answer("Yes.", "eos")
@@ -29,22 +29,22 @@ def run(*words: str) -> str:
     return result.output
 
 
-def test_listing_and_searching():
+def test_conversations_are_listed_and_searched():
     assert run("list").count("\n") == 1, "that none has been kept is a line, and no row"
-    cat, dog = keep("My cat is called Biscuit."), keep("My dog is called Rex.")
+    cat, dog = save("My cat is called Biscuit."), save("My dog is called Rex.")
     lines = run("list").splitlines()
     assert [line.split()[:2] for line in lines] == [["1", dog.id[:8]], ["2", cat.id[:8]]]
     assert lines[0].endswith("2 messages  My dog is called Rex.")
     found, excerpt = run("list", "bisc").splitlines()
     assert found.split()[:2] == ["2", cat.id[:8]], "its number among all, which /open takes too"
     assert excerpt.strip() == "My cat is called Biscuit."
-    told = run("list", "elephant")
-    assert not any(chat.id[:8] in told for chat in (cat, dog))
+    output = run("list", "elephant")
+    assert not any(chat.id[:8] in output for chat in (cat, dog))
     assert [chat["id"] for chat in json.loads(run("list", "--json"))] == [dog.id, cat.id]
 
 
 def test_export_and_import(tmp_path):
-    kept = keep("What is a cat?")
+    kept = save("What is a cat?")
     assert "## You\n\nWhat is a cat?" in run("export", kept.id[:8])
     file = tmp_path / "chat.json"
     assert run("export", kept.id, str(file)).strip() == str(file)
@@ -60,8 +60,8 @@ def test_export_and_import(tmp_path):
         run("import", str(tmp_path / "empty.json"))
 
 
-def test_deleting_and_restoring():
-    kept = keep("one")
+def test_deleted_conversations_can_be_restored():
+    kept = save("one")
     assert run("delete", kept.id[:8]).strip() == f"deleted {kept.id}"
     with pytest.raises(UsageError, match="no conversation"):
         run("delete", kept.id)
@@ -71,9 +71,9 @@ def test_deleting_and_restoring():
         run("restore", "nonesuch")
 
 
-def test_a_conversation_is_named_by_its_number():
-    keep("My cat is called Biscuit.", "1" * 32)
-    keep("My dog is called Rex.", "2" * 32)
+def test_a_conversation_is_addressed_by_its_number():
+    save("My cat is called Biscuit.", "1" * 32)
+    save("My dog is called Rex.", "2" * 32)
     assert "Rex" in run("export", "1")
     assert "Biscuit" in run("export", "2")
     assert "Biscuit" in run("export", "1" * 8), "as many digits as are listed are an id"
@@ -84,8 +84,8 @@ def test_a_conversation_is_named_by_its_number():
 
 
 def test_an_id_must_be_unambiguous():
-    keep("one", "aa1")
-    keep("two", "aa2")
+    save("one", "aa1")
+    save("two", "aa2")
     with pytest.raises(UsageError, match="2 conversations"):
         run("export", "aa")
     with pytest.raises(UsageError, match="no conversation"):

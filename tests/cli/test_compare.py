@@ -15,7 +15,7 @@ def compare(run):
     return lambda *args: run("compare", *args)
 
 
-def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, session, tmp_path):
+def test_output_and_files_contain_all_answers(compare, session, tmp_path):
     out = tmp_path / "both.md"
     line = ["hello", "streaming", "budget=256", "sync", "--seed", "7", "--max-new-tokens", "5", "--json", "--out"]
     code, printed, _ = compare(*line, str(out))
@@ -32,19 +32,19 @@ def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, se
     assert "tok/s" in printed
 
 
-def test_a_mode_that_cannot_be_entered_is_told_and_one_that_was_stopped_early_is_an_error(compare, session):
+def test_refused_modes_and_early_stops_set_the_exit_code(compare, session):
     refused = Run("sync", {}, refusal="The reason.")
     session.compare = lambda turns, variants, sampling: iter([Compared((Run("full", {}, ("a",)), refused), 7)])
     code, printed, _ = compare("hello", "sync")
     assert code == 3
     assert re.search("sync.*The reason", printed)
     session.compare = lambda turns, variants, sampling: iter([Comparing(0, "a", 1), Compared((), 7)])
-    code, _, told = compare("hello")
-    assert (code, told.count("\n")) == (1, 1)
+    code, _, errors = compare("hello")
+    assert (code, errors.count("\n")) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "fact"),
     [
         ("hello frezee", '"freeze"'),
         ("hello budget=256", "budget=256"),
@@ -54,21 +54,21 @@ def test_a_mode_that_cannot_be_entered_is_told_and_one_that_was_stopped_early_is
         ("-", "prompt"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(compare, session, line, said):
-    code, printed, told = compare(*line.split())
+def test_invalid_comparisons_are_rejected_before_loading(compare, session, line, fact):
+    code, printed, errors = compare(*line.split())
     assert (code, printed) == (2, "")
-    assert said in told
+    assert fact in errors
     assert session.loaded is None
 
 
-def test_a_file_that_cannot_be_written_is_named_and_none_is_left(compare, session, tmp_path, full_disk):
-    code, _, told = compare("hello", "full", "--out", str(tmp_path / "told.md"))
-    assert (code, told.count("\n")) == (2, 1)
-    assert "told.md" in told
+def test_an_unwritable_file_is_named_and_not_left_behind(compare, session, tmp_path, full_disk):
+    code, _, errors = compare("hello", "full", "--out", str(tmp_path / "told.md"))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "told.md" in errors
     assert not (tmp_path / "told.md").exists()
 
 
-def test_the_variants_are_those_of_the_chat(compare, session):
+def test_variants_are_parsed_as_in_the_chat(compare, session):
     asked = []
     session.compare = lambda turns, variants, sampling: asked.append(variants) or iter([Compared((), 7)])
     compare("hello", "full", "streaming", "budget=256")

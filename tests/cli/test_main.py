@@ -14,14 +14,14 @@ from kvchat.tui import actions, app
 from kvchat.tui.state import AppConfig
 
 
-def test_options_before_a_command_are_its_own(run, session):
+def test_options_before_a_command_apply_to_it(run, session):
     assert run("-m", "ask", "--mode", "streaming", "ask", "hello").code == 0
     assert (session.loaded.model, session.loaded.mode) == ("ask", "streaming")
     assert "-c" in run("-c", "ask", "hello").err
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["chats"], ["profile"], ["config"]])
-def test_what_a_command_does_fits_its_line_of_the_list(run, command):
+def test_command_summaries_fit_on_one_line(run, command):
     listed = run(*command, "--help").out.partition("Commands:")[2]
     assert listed
     assert "..." not in listed
@@ -56,7 +56,7 @@ def test_config_init_show_validate_schema(run):
     assert "kv" in json.loads(run("config", "schema").out)["properties"]
 
 
-def test_a_wrong_config_is_refused_with_its_line(run, session, tmp_path):
+def test_an_invalid_config_is_rejected_with_its_line(run, session, tmp_path):
     other = tmp_path / "other.toml"
     other.write_text("[kv]\nmod = 1\n")
     assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: ")
@@ -83,7 +83,7 @@ def test_a_wrong_config_is_refused_with_its_line(run, session, tmp_path):
 # ---- The settings without a screen: shown and checked
 
 
-def test_all_that_is_wrong_is_said_at_once(run):
+def test_all_config_errors_are_reported_at_once(run):
     text = "[zork]\na = 1\n[kv]\nmode = 'spec'\n[ui]\ntheme = 'kvchat-drak'\n[keys]\nmode.nxt = 'f8'\n"
     files.write(paths.config_file(), text.encode())
     outcome = run("config", "validate")
@@ -99,13 +99,13 @@ def test_all_that_is_wrong_is_said_at_once(run):
         assert words in outcome.err
 
 
-def test_what_another_check_refuses_is_said_once(run):
+def test_each_config_error_is_reported_once(run):
     files.write(paths.config_file(), b"[ui]\ntheme = 1\n[keys]\nquit = 2\n")
     outcome = run("config", "validate")
     assert outcome.err.count("config.toml") == 4, "two places with two paths"
 
 
-def test_settings_in_the_environment_are_checked_too_but_not_for_another_file(run, monkeypatch, tmp_path):
+def test_environment_settings_are_checked_unless_a_file_is_named(run, monkeypatch, tmp_path):
     monkeypatch.setenv("KVCHAT_KV_MODE", "spec")
     monkeypatch.setenv("KVCHAT_UI_THEME", "kvchat-drak")
     files.write(paths.config_file(), b"[kv]\nbudgte = 1\n")
@@ -117,7 +117,7 @@ def test_settings_in_the_environment_are_checked_too_but_not_for_another_file(ru
     assert run("config", "validate", str(tmp_path / "other.toml")).code == 0
 
 
-def test_variables_without_effect_are_told_with_the_settings(run, monkeypatch):
+def test_unknown_environment_variables_are_reported(run, monkeypatch):
     monkeypatch.setenv("KVCHAT_FOO", "1")
     outcome = run("config", "show")
     assert outcome.code == 0
@@ -127,7 +127,7 @@ def test_variables_without_effect_are_told_with_the_settings(run, monkeypatch):
 # ---- kvchat keys
 
 
-def test_keys_lists_the_actions_with_the_keys_of_the_settings(run):
+def test_keys_lists_actions_with_configured_keys(run):
     files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\nexport = "f11"\n')
     listed = {row["id"]: row for row in json.loads(run("keys", "--json").out)}
     assert set(listed) == set(actions.BY_ID)
@@ -140,7 +140,7 @@ def test_keys_lists_the_actions_with_the_keys_of_the_settings(run):
 # ---- kvchat modes
 
 
-def test_modes_lists_all_with_parameters_and_defaults(run):
+def test_modes_lists_parameters_and_defaults(run):
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
     assert list(listed) == list(choosable())
     defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
@@ -175,7 +175,7 @@ def started(monkeypatch):
         ([], ""),
     ],
 )
-def test_a_question_in_place_of_a_command_opens_the_chat(run, started, arguments, asked):
+def test_a_question_instead_of_a_command_opens_the_chat(run, started, arguments, asked):
     assert run(*arguments) == (0, "", "")
     assert started[0].prompt == asked
     assert started[0].load.model == ("there" if "-m" in arguments else "bundled")
@@ -188,14 +188,14 @@ def test_a_question_in_place_of_a_command_opens_the_chat(run, started, arguments
         *(("run smollm2", "-m MODEL"), ("list", "models")),
     ],
 )
-def test_a_slip_in_a_command_is_no_question(run, started, word, meant):
+def test_a_mistyped_command_is_not_a_question(run, started, word, meant):
     outcome = run(*word.split())
     assert outcome.code == 2
     assert not lacks(outcome.err, f'"{word.split()[0]}"', f" {meant}?", f'kvchat chat "{word}"')
     assert not started
 
 
-def test_bytes_that_are_not_utf8_are_refused(run, started):
+def test_invalid_utf8_is_rejected(run, started):
     assert not lacks(run("Sch\udcf6n ist das").err, "UTF-8", "Byte 3", "0xf6")
 
 
@@ -206,7 +206,7 @@ def test_bytes_that_are_not_utf8_are_refused(run, started):
         *("ask hello -m ./TYPED", "ask -f TYPED", "config validate TYPED"),
     ],
 )
-def test_what_was_typed_is_harmless_in_every_refusal(run, line):
+def test_error_messages_sanitize_user_input(run, line):
     typed = hostile("typed").replace("\x00", "")  # no argument of a program holds NUL
     outcome = run(*(word.replace("TYPED", typed) for word in line.split()))
     assert outcome.code == 2

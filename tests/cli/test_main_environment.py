@@ -30,7 +30,7 @@ sys.addaudithook(watch)
 
 
 @pytest.fixture
-def tried(tmp_path, monkeypatch):
+def connections(tmp_path, monkeypatch):
     """The file that records the addresses that this test's processes try to reach; each process creates it."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
@@ -63,46 +63,46 @@ def run(
     )
 
 
-def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried):
+def test_ask_needs_no_locale_home_terminal_or_network(connections):
     result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, HOME="/proc/1/no", KVCHAT_DATA_DIR="/proc/1/no")
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.strip()
-    assert not tried.exists()
+    assert not connections.exists()
 
 
-def test_what_connects_is_noted(tried):
+def test_connection_attempts_are_recorded(connections):
     command = [sys.executable, "-c", "import socket; socket.getaddrinfo('localhost', 1)"]
     subprocess.run(command, env=environ(), check=True)
-    assert tried.read_text().startswith("socket.getaddrinfo")
+    assert connections.read_text().startswith("socket.getaddrinfo")
 
 
-def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale_and_connects_to_nothing(tried):
+def test_line_mode_works_in_ascii_without_network(connections):
     result = run("chat", given=b"Hello!\n/mode sync\n", **PLAIN)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.isascii()
-    said = [line.split(b" ")[0] for line in result.stdout.splitlines()[1:]]
-    assert said[:2] == [b"you:", b"model:"]
-    assert said[-1] == b"[full"
+    speakers = [line.split(b" ")[0] for line in result.stdout.splitlines()[1:]]
+    assert speakers[:2] == [b"you:", b"model:"]
+    assert speakers[-1] == b"[full"
     assert paths.log_file().read_text().count("\n") == 1, "that it was started, and nothing that libraries print"
-    assert not tried.exists(), tried.read_text()
+    assert not connections.exists(), connections.read_text()
 
 
 @pytest.mark.parametrize("mebibytes", [100, 700])
-def test_too_little_memory_is_said_in_a_line(mebibytes):
+def test_too_little_memory_is_a_one_line_error(mebibytes):
     result = run("ask", "Hello!", limit=mebibytes * 2**20)
     assert (result.returncode, result.stdout) == (3, b"")
     assert b"memory" in result.stderr
     assert result.stderr.count(b"\n") == 1
 
 
-def test_too_little_memory_for_the_engine_is_said_in_the_chat():
+def test_the_chat_reports_too_little_memory_for_the_engine():
     result = run("chat", "--plain", given=b"Hello!\n", limit=400 * 2**20)
     assert b"memory" in result.stderr
     assert b"restarted" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "fact"),
     [
         (["config", "init"], 2, "config.toml"),
         (["chats", "list"], 1, "chats.db"),
@@ -110,20 +110,20 @@ def test_too_little_memory_for_the_engine_is_said_in_the_chat():
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else None,
 )
-def test_where_no_file_can_be_written_one_line_says_so(command, code, said, tmp_path):
+def test_an_unwritable_disk_is_a_one_line_error(command, code, fact, tmp_path):
     result = run(*command, file_limit=0, folder=tmp_path)
-    told = result.stderr.decode()
-    assert (result.returncode, told.count("\n")) == (code, 1), told
-    assert said in told
+    errors = result.stderr.decode()
+    assert (result.returncode, errors.count("\n")) == (code, 1), errors
+    assert fact in errors
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-def test_the_chat_goes_on_where_no_file_can_be_written(tmp_path):
+def test_the_chat_works_on_an_unwritable_disk(tmp_path):
     result = run("chat", "--plain", given=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
-    told = result.stderr.decode()
+    errors = result.stderr.decode()
     assert b"model: " in result.stdout
-    assert not lacks(told, "only in memory", "engine's messages", "told.md")
-    assert "Traceback" not in told
+    assert not lacks(errors, "only in memory", "engine's messages", "told.md")
+    assert "Traceback" not in errors
 
 
 # ---- No HOME and no entry among the users: what needs no home works, the rest is refused in a sentence
@@ -156,7 +156,7 @@ def homeless(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_a_home_that_is_no_absolute_path_is_none(monkeypatch, home):
+def test_an_empty_or_relative_home_is_ignored(monkeypatch, home):
     monkeypatch.setenv("HOME", home)
     paths.name_home()
     assert os.environ["HOME"] == os.devnull
@@ -170,7 +170,7 @@ CODES = {
 
 
 @pytest.mark.slow("a process imports torch")
-def test_the_python_api_answers_and_no_command_fails_in_a_traceback(tmp_path):
+def test_without_a_home_nothing_ends_in_a_traceback(tmp_path):
     done = run_in_turn([command.split() for command in CODES], homeless(tmp_path), tmp_path / "here", ASK)
     assert {command: one.code for command, one in zip(CODES, done, strict=True)} == CODES
     assert not any("Traceback" in one.err for one in done)

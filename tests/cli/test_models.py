@@ -26,7 +26,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(models, "room", lambda device: Room("cpu", 8 * GiB))
 
 
-def test_each_model_has_its_size_its_type_and_whether_it_fits(run):
+def test_models_are_listed_with_size_type_and_fit(run):
     outcome = run("models")
     bundled, large, huge, broken = outcome.out.splitlines()
     assert re.match(r"bundled +bundled +32\.0 MiB +bfloat16 +fits.*64\.0 MiB$", bundled)
@@ -36,7 +36,7 @@ def test_each_model_has_its_size_its_type_and_whether_it_fits(run):
     assert "8.0 GiB" in outcome.err
 
 
-def test_a_program_reads_them_in_bytes(run):
+def test_json_lists_sizes_in_bytes(run):
     listed = json.loads(run("models", "--json").out)
     assert [row["quantize"] for row in listed] == ["none", "int8", None, None]
     assert listed[0] == {
@@ -69,6 +69,6 @@ def test_a_model_is_named_with_or_without_the_option(run, command, option):
     assert (outcome.code, '"./nothing"' in outcome.err) == (2, True)
 
 
-def test_a_slip_in_a_models_name_is_not_looked_for_on_the_hub(run):
+def test_a_mistyped_model_name_is_not_searched_on_the_hub(run):
     outcome = run("ask", "hello", "-m", "smolm2")
     assert (outcome.code, 'Did you mean "smollm2"?' in outcome.err) == (2, True)

@@ -51,7 +51,7 @@ for _ in range(2):
 """
 
 
-def in_a_terminal(code: str, *arguments: str, **variables: str) -> bytes:
+def run_in_a_terminal(code: str, *arguments: str, **variables: str) -> bytes:
     """The bytes that a Python program writes to its terminal."""
     run = PtyRun([sys.executable, "-c", code, *arguments], {**os.environ, **variables})
     try:
@@ -61,7 +61,7 @@ def in_a_terminal(code: str, *arguments: str, **variables: str) -> bytes:
     return run.written
 
 
-def test_a_message_that_nobody_can_read_ends_nothing(monkeypatch):
+def test_a_closed_stderr_does_not_crash(monkeypatch):
     class Gone(io.StringIO):
         def flush(self):
             raise BrokenPipeError
@@ -70,8 +70,8 @@ def test_a_message_that_nobody_can_read_ends_nothing(monkeypatch):
     note("The engine is restarting.")
 
 
-def test_ask_writes_no_control_character_to_a_terminal_and_the_very_bytes_to_a_file(tmp_path):
-    written = in_a_terminal(ASK, str(tmp_path / "answer"))
+def test_ask_sanitizes_terminal_output_but_not_files(tmp_path):
+    written = run_in_a_terminal(ASK, str(tmp_path / "answer"))
     assert not forbidden_in(written)
     names = "«stage»", "«note»", "«figure»", "«value»", "«refusal»"
     assert not lacks(written.decode(), *names, "␛]52;c;aGFja2Vk␛\\", "‹U+009B›31m", MARKUP)
@@ -92,17 +92,17 @@ for arguments in (["config", "init"], ["locate"], ["config", "show"]):
 """
 
 
-def test_values_and_paths_from_outside_are_harmless(tmp_path):
+def test_foreign_values_and_paths_are_sanitized(tmp_path):
     folder = tmp_path / hostile("folder").replace("\x00", "").replace("/", "")
     folder.mkdir()
     settings = '[model]\nsystem = "\\u001b]0;hacked\\u0007\\u009b31m«value»"\n'
     own = {"KVCHAT_CONFIG": f"{folder}/config.toml", "KVCHAT_DATA_DIR": str(folder), "SETTINGS": settings}
-    written = in_a_terminal(IN_TURN, **own)
+    written = run_in_a_terminal(IN_TURN, **own)
     assert not forbidden_in(written)
     assert not lacks(written.decode(), "«folder»", "«value»")
 
 
-def test_a_wrong_model_is_refused_before_torch_is_imported():
+def test_a_missing_model_is_refused_before_importing_torch():
     command = [sys.executable, "-X", "importtime", "-m", "kvchat", "ask", "hi", "-m", "./no-such-model"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 2
@@ -111,14 +111,14 @@ def test_a_wrong_model_is_refused_before_torch_is_imported():
     assert " torch" not in result.stderr
 
 
-def test_a_stage_stays_in_its_line(capsys, monkeypatch):
+def test_a_progress_stage_fits_on_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     progress("reading " * 20)
     assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) == 39
 
 
-def test_a_pipe_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
+def test_piped_progress_is_an_occasional_line(capsys, monkeypatch):
     for now, stage in ((100, "one"), (104, "two"), (105, ""), (115, "three"), (124, "four"), (126, "five")):
         monkeypatch.setattr(output.time, "monotonic", lambda now=now: now)
         progress(stage)
@@ -133,7 +133,7 @@ def names(offers):
     return [name for name, _ in offers]
 
 
-def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypatch):
+def test_completions_come_from_schema_modes_and_themes(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config.toml"))
     (tmp_path / "themes").mkdir()
     (tmp_path / "themes" / "own.toml").write_text("")
@@ -150,7 +150,7 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("line", "offered"), [("kvchat --mode sy", "sync"), ("kvchat ask --param clust", "clusters=")])
-def test_bash_is_answered(line, offered):
+def test_bash_completion_works(line, offered):
     words = line.split()
     variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_KVCHAT_COMPLETE": "complete_bash"}
     command = [sys.executable, "-m", "kvchat"]
@@ -162,7 +162,7 @@ COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.mark.parametrize("command", ["chat", "ask", "plan", "compare"])
-def test_an_option_of_a_setting_says_what_the_schema_says(command):
+def test_option_help_matches_the_schema(command):
     settings = [option for option in COMMANDS[command].params if option.name in options.KEYS]
     assert len(settings) >= 3
     for option in settings:
@@ -175,25 +175,25 @@ def test_an_option_of_a_setting_says_what_the_schema_says(command):
 @pytest.mark.parametrize(
     ("name", "section"), [("budget", BudgetParameters), ("draft", FullParameters), ("pin_system", ModeParameters)]
 )
-def test_an_option_of_every_mode_says_what_the_parameter_says(name, section):
+def test_shared_mode_options_match_their_parameters(name, section):
     option = next(option for option in COMMANDS["ask"].params if option.name == name)
     assert name in SHARED
     assert option.help == section.model_fields[name].description
 
 
-def test_the_words_of_an_option_come_from_the_schema():
+def test_option_choices_come_from_the_schema():
     quantize = next(option for option in COMMANDS["ask"].params if option.name == "quantize")
     assert quantize.metavar == "auto|none|int8|int4|nf4"
     offered = quantize.shell_complete(click.Context(COMMANDS["ask"]), "int")
     assert [item.value for item in offered] == ["int8", "int4"]
 
 
-def test_every_setting_may_have_an_option():
+def test_every_setting_has_an_option_name():
     keys = {key for key, _ in sources.leaves() if len(key) == 2}
     assert {key for keys in options.KEYS.values() for key in keys} == keys
 
 
-def test_the_modes_are_asked_once_whether_they_accept_a_value(monkeypatch):
+def test_each_mode_parses_an_option_once(monkeypatch):
     parse, parsed = modes.parse, []
     monkeypatch.setattr(modes, "parse", lambda mode, params: parsed.append(mode) or parse(mode, params))
     options.flags({"budget": 512, "mode": "streaming"})

@@ -11,7 +11,7 @@ from kvchat.protocol.messages import Load
 ASKED = Load("bundled", "cpu", "float32")
 
 
-def test_the_table_names_what_fits(capsys):
+def test_the_plan_table_shows_what_fits(capsys):
     assert plan(replace(ASKED, mode_params={"speculative": {"budget": 256}}), 1000, as_json=False) == 0
     out = capsys.readouterr().out
     assert not lacks(out.splitlines()[0], "bundled", "LlamaForCausalLM", "float32", "cpu", "1,000 tokens")
@@ -19,7 +19,7 @@ def test_the_table_names_what_fits(capsys):
     assert out.splitlines()[-2].endswith("kvchat -m bundled --device cpu --dtype float32 --mode full")
 
 
-def test_json(capsys):
+def test_the_json_plan_has_sizes_and_a_proposal(capsys):
     assert plan(ASKED, 1000, as_json=True) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["weights"]["none"] == 69_232_128
@@ -28,20 +28,20 @@ def test_json(capsys):
     assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": [], "install": ""}
 
 
-def test_the_proposed_command_is_what_was_planned_and_8_bit_pages_are_given_up(capsys):
+def test_the_proposal_names_the_cost_of_8_bit_pages(capsys):
     asked = Load("bundled", host_dtype="int8")
     assert plan(asked, 1000, as_json=False) == plan(asked, 1000, as_json=True) == 0
     table, _, made = capsys.readouterr().out.partition("{")
     made = json.loads("{" + made)
-    (lost,) = made["proposal"]["gave_up"]
-    assert not lacks(lost, "K/V", "8 bits", "float32")
+    (tradeoff,) = made["proposal"]["gave_up"]
+    assert not lacks(tradeoff, "K/V", "8 bits", "float32")
     assert made["given"] == {"host_dtype": "int8"}
-    command, told = table.splitlines()[-2:]
+    command, explanation = table.splitlines()[-2:]
     assert command.endswith("kvchat -m bundled --host-dtype int8 --mode full")
-    assert lost in told
+    assert tradeoff in explanation
 
 
-def test_a_tokens_time_on_a_card_that_is_not_here(capsys):
+def test_token_times_are_predicted_for_another_card(capsys):
     card_costs(Load("bundled"), "RTX 3060", 4000, as_json=True)
     made, *smaller = json.loads(capsys.readouterr().out)
     assert all(costs["floor_ms"] < made["floor_ms"] for costs in smaller)
@@ -56,7 +56,7 @@ def test_a_tokens_time_on_a_card_that_is_not_here(capsys):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_nothing_fits(capsys, monkeypatch, as_json):
+def test_a_plan_says_if_nothing_fits(capsys, monkeypatch, as_json):
     monkeypatch.setattr(available, "host_free", lambda: 1000)
     assert plan(ASKED, 1000, as_json) == 3
     out = capsys.readouterr().out
