@@ -23,7 +23,7 @@ from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
 from kvchat.tui.widgets.panels import KvColumn
 
 
-async def test_a_mode_is_entered_and_marked_in_the_list(running):
+async def test_the_mode_command_switches_and_marks_the_mode(running):
     async with running() as (app, _pilot, until):
         for mode, parameters in [(mode, registered()[mode]) for mode in ("freeze", "quest")]:
             typed(app, f"/mode {mode}")
@@ -34,7 +34,7 @@ async def test_a_mode_is_entered_and_marked_in_the_list(running):
         assert app.chat.query(SwitchNote)
 
 
-async def test_mode_parameters_by_command(running):
+async def test_commands_set_mode_parameters(running):
     async with running() as (app, _pilot, until):
         typed(app, "/mo spec ta=0.7")
         await until(lambda: app.controller.state.params.get("tau") == 0.7)
@@ -49,7 +49,7 @@ async def test_mode_parameters_by_command(running):
         await until(lambda: app.chat.query_one(ModeBar).params["budget"] == 1024)
 
 
-async def test_what_kvchat_chooses_by_itself_is_left_to_it_by_command(chat):
+async def test_commands_accept_auto_values(chat):
     await chat.load()
     await set_value(chat.controller, "resident=auto")
     await switch_mode(chat.controller, "full resident=auto")
@@ -63,7 +63,7 @@ async def test_what_kvchat_chooses_by_itself_is_left_to_it_by_command(chat):
     ]
 
 
-async def test_drafts_count_at_once_or_from_the_next_mode_that_has_them(chat):
+async def test_drafts_apply_now_or_in_the_next_supporting_mode(chat):
     await chat.load()
     await set_draft(chat.controller, "lookup")
     await switch_mode(chat.controller, "speculative")
@@ -76,7 +76,7 @@ async def test_drafts_count_at_once_or_from_the_next_mode_that_has_them(chat):
     assert sent == [Switch("", {"draft": "lookup"}), Switch("speculative", {}), Switch("full", {"draft": "auto"})]
 
 
-def test_blocks_of_code_are_found_in_a_time_that_grows_with_the_text():
+def test_code_blocks_are_found_in_linear_time():
     assert code_blocks("```py\none\n```\n~~~~\ntwo\n~~~\n~~~~\n````\nthree") == ["one\n", "two\n~~~\n", "three"]
     begun = time.process_time()
     code_blocks("````\n" + "```x\n~~~\n" * 100_000)
@@ -84,7 +84,7 @@ def test_blocks_of_code_are_found_in_a_time_that_grows_with_the_text():
     assert time.process_time() - begun < 5
 
 
-async def test_sampling_by_command(running):
+async def test_commands_set_sampling_values(running):
     async with running() as (app, _pilot, until):
         typed(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
@@ -99,7 +99,7 @@ async def test_sampling_by_command(running):
         assert not app.chat.query(Problem)
 
 
-async def test_system_stats_theme_copy_panels(running):
+async def test_system_stats_theme_copy_and_panels_commands(running):
     async with running() as (app, _pilot, until):
         typed(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
@@ -121,7 +121,7 @@ async def test_system_stats_theme_copy_panels(running):
         await until(lambda: app.chat.query_one(KvColumn).display)
 
 
-async def test_a_file_is_begun_with_by_command(running, tmp_path):
+async def test_the_file_command_starts_a_prompt(running, tmp_path):
     path = tmp_path / "a file.txt"
     async with running() as (app, _pilot, until):
         typed(app, f"/file {path}")
@@ -135,6 +135,6 @@ async def test_a_file_is_begun_with_by_command(running, tmp_path):
 
 
 @pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1), str(MAX_NEEDLE_TOKENS + 1), "9" * 30])
-async def test_a_needle_needs_a_text(chat, length):
+async def test_invalid_needle_lengths_are_rejected(chat, length):
     with pytest.raises(UsageError, match=f"{MIN_NEEDLE_TOKENS:,}.*{MAX_NEEDLE_TOKENS:,}"):
         await search_needle(chat.controller, length)

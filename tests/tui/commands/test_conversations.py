@@ -23,7 +23,7 @@ def questions(app):
     return texts(app.chat.query(Question))
 
 
-async def test_a_damaged_conversation_is_told_and_the_application_goes_on(running, config):
+async def test_a_damaged_conversation_is_reported(running, config):
     store = ConversationStore(config.database)
     damaged = Conversation(title="one")
     damaged.add(Message(parent=None, role="user", text="one"))
@@ -35,16 +35,16 @@ async def test_a_damaged_conversation_is_told_and_the_application_goes_on(runnin
         await ask(app, "hello")
 
 
-async def test_a_conversation_survives_the_application(running, config):
+async def test_a_conversation_survives_a_restart(running, config):
     async with running(config) as (app, _pilot, until):
         await ask(app, "hello there")
-        said = app.controller.state.conversation.turns
+        turns = app.controller.state.conversation.turns
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
         await until(lambda: "continues “hello there”" in str(app.chat.query_one(Welcome).content))
         press(app, "ctrl+r")
         await until(lambda: questions(app) == ["hello there"] and answers(app))
-        assert app.controller.state.conversation.turns == said
+        assert app.controller.state.conversation.turns == turns
         assert answers(app)[0].receipt.startswith("58 tok")
         await until(lambda: [answer.collapsed for answer in answers(app)] == [False])
     async with running(replace(config, resume=True)) as (app, _pilot, until):
@@ -53,19 +53,19 @@ async def test_a_conversation_survives_the_application(running, config):
         assert len(app.controller.state.conversation.turns) == 4
 
 
-@pytest.mark.parametrize("said", ["the answer goes on", "the answer has just ended", "the question was just sent"])
-async def test_what_was_said_is_on_disk_although_the_disk_was_busy_when_the_application_quit(running, config, said):
+@pytest.mark.parametrize("moment", ["the answer goes on", "the answer has just ended", "the question was just sent"])
+async def test_quitting_waits_for_a_busy_disk(running, config, moment):
     free = threading.Event()
     async with running(config) as (app, _pilot, until):
         controller = app.controller
-        if "question" not in said:
+        if "question" not in moment:
             typed(app, "slow")
             await until(lambda: answers(app) and answers(app)[-1].text)
         controller.archive._thread.submit(free.wait, PATIENCE_S)
-        if "question" in said:
+        if "question" in moment:
             typed(app, "hello")
             await until(lambda: controller.state.conversation.turns)
-        elif "ended" in said:
+        elif "ended" in moment:
             press(app, "ctrl+c")
             await until(lambda: controller.state.conversation.leaf.ending == "stopped")
         else:
@@ -77,11 +77,11 @@ async def test_what_was_said_is_on_disk_although_the_disk_was_busy_when_the_appl
     store = ConversationStore(config.database)
     read = store.load(controller.state.conversation.id)
     assert [message.text for message in read.path] == [turn.content for turn in controller.state.conversation.turns]
-    assert len(read.path) == 1 + ("question" not in said)
+    assert len(read.path) == 1 + ("question" not in moment)
     store.close()
 
 
-async def test_what_the_disk_refused_is_lost_only_where_one_quits_twice(running, config, monkeypatch):
+async def test_quitting_with_unsaved_text_needs_two_presses(running, config, monkeypatch):
     def full(*_arguments):
         raise StoreError("The disk is full.")
 
@@ -96,7 +96,7 @@ async def test_what_the_disk_refused_is_lost_only_where_one_quits_twice(running,
         await until(lambda: app._exit)
 
 
-async def test_titles_copies_and_deleting(running, config):
+async def test_title_fork_delete_and_restore_commands(running, config):
     async with running(config) as (app, _pilot, until):
         typed(app, "/delete")
         await until(lambda: "nothing to delete" in toasts(app))

@@ -20,7 +20,7 @@ def test_assignments_need_an_equals_sign():
         parse_assignments(["512"])
 
 
-def test_words_are_split_as_a_shell_does():
+def test_words_are_split_as_in_a_shell():
     assert split_words("a 'b c' d=\"e f\"") == ["a", "b c", "d=e f"]
     with pytest.raises(UsageError, match="quotation"):
         split_words("full 'budget=1")
@@ -29,7 +29,7 @@ def test_words_are_split_as_a_shell_does():
 # ---- Walking earlier prompts, over several runs
 
 
-def test_walking_back_and_forth_keeps_the_draft():
+def test_moving_through_history_keeps_the_draft():
     history = PromptHistory()
     for text in ("one", "two", "two"):
         history.add(text)
@@ -38,7 +38,7 @@ def test_walking_back_and_forth_keeps_the_draft():
     assert [history.older("draft"), history.older("two")] == ["two", "one, edited"]
 
 
-def test_a_file_keeps_multi_line_prompts_and_survives_damage(tmp_path):
+def test_a_damaged_history_file_keeps_its_prompts(tmp_path):
     path = tmp_path / "state" / "history"
     PromptHistory(path).add("a\nb")
     path.write_bytes(path.read_bytes() + b'\xff not json\n{"a": 1}\n')
@@ -47,20 +47,20 @@ def test_a_file_keeps_multi_line_prompts_and_survives_damage(tmp_path):
     assert PromptHistory(path).entries == ["a\nb", "c"]
 
 
-def test_huge_prompts_are_not_kept():
+def test_huge_prompts_are_not_remembered():
     history = PromptHistory()
     history.add("x" * (MAX_CHARACTERS + 1))
     assert history.entries == []
 
 
-def test_an_unwritable_file_still_remembers_in_memory(tmp_path):
+def test_an_unwritable_file_keeps_history_in_memory(tmp_path):
     history = PromptHistory(tmp_path)  # a folder
     with pytest.raises(IsADirectoryError):
         history.add("one")
     assert history.older("") == "one"
 
 
-def test_every_line_separator_of_unicode_survives(tmp_path):
+def test_unicode_line_separators_survive(tmp_path):
     texts = ["a\u0085b", "a\u2028b", "a\u2029b", "a\x0bb\x0cc\x1dd", "a\r\nb"]
     history = PromptHistory(tmp_path / "history")
     for text in texts:
@@ -68,14 +68,14 @@ def test_every_line_separator_of_unicode_survives(tmp_path):
     assert PromptHistory(tmp_path / "history").entries == texts
 
 
-def test_the_file_is_read_when_it_is_needed(tmp_path):
+def test_the_file_is_read_lazily(tmp_path):
     path = tmp_path / "history"
     history = PromptHistory(path)
     PromptHistory(path).add("by another")
     assert history.older("") == "by another"
 
 
-def test_the_file_is_bounded_and_keeps_the_newest(tmp_path):
+def test_the_file_is_bounded_and_keeps_the_newest_prompts(tmp_path):
     path = tmp_path / "history"
     history = PromptHistory(path)
     for number in range(40):
@@ -86,7 +86,7 @@ def test_the_file_is_bounded_and_keeps_the_newest(tmp_path):
     assert len(kept) >= MAX_BYTES // 2 // MAX_CHARACTERS - 1
 
 
-def test_a_large_file_of_an_older_version_is_cut(tmp_path):
+def test_an_oversized_old_file_is_trimmed(tmp_path):
     path = tmp_path / "history"
     path.write_bytes(b"".join(b'"%07d"\n' % number for number in range(3 * MAX_BYTES // 10)))
     history = PromptHistory(path)
@@ -95,7 +95,7 @@ def test_a_large_file_of_an_older_version_is_cut(tmp_path):
     assert PromptHistory(path).entries[-2:] == [f"{3 * MAX_BYTES // 10 - 1:07d}", "new"]
 
 
-def test_the_file_is_its_owners(tmp_path):
+def test_only_the_owner_can_read_the_file(tmp_path):
     path = tmp_path / "state" / "history"
     PromptHistory(path).add("secret")
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)

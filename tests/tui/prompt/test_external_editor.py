@@ -33,14 +33,14 @@ def editor(monkeypatch):
     return use
 
 
-def test_the_text_is_what_the_editor_left_in_a_private_file(folder, editor):
+def test_the_edited_file_is_private_and_removed(folder, editor):
     editor("raise SystemExit(1)")
     editor(f"assert os.stat(path).st_mode & 0o777 == 0o600; {SHOUT}", "VISUAL")
     assert external_editor.edit("one\ntwo") == "ONE\nTWO"
     assert not os.listdir(folder)
 
 
-def test_a_mark_that_the_editor_writes_before_the_text_is_no_part_of_it(folder, editor):
+def test_a_byte_order_mark_is_dropped(folder, editor):
     editor("path.write_bytes(b'\\xef\\xbb\\xbfedited\\n')")
     assert external_editor.edit("text") == "edited"
 
@@ -53,7 +53,7 @@ def test_a_mark_that_the_editor_writes_before_the_text_is_no_part_of_it(folder, 
         ("path.write_bytes(b'\\xff')", "UTF-8"),
     ],
 )
-def test_an_editor_that_fails_is_refused_with_the_reason(folder, editor, program, reason):
+def test_a_failing_editor_is_reported(folder, editor, program, reason):
     editor(program)
     with pytest.raises(UsageError) as refused:
         external_editor.edit("text")
@@ -61,9 +61,9 @@ def test_an_editor_that_fails_is_refused_with_the_reason(folder, editor, program
     assert not os.listdir(folder)
 
 
-def test_editors_that_cannot_be_started(folder, monkeypatch):
-    for given, reason in (("/no/such/editor", os.strerror(errno.ENOENT)), ("'vi", "quotation")):
-        monkeypatch.setenv("EDITOR", given)
+def test_editors_that_cannot_start_are_reported(folder, monkeypatch):
+    for command, reason in (("/no/such/editor", os.strerror(errno.ENOENT)), ("'vi", "quotation")):
+        monkeypatch.setenv("EDITOR", command)
         with pytest.raises(UsageError, match=reason):
             external_editor.edit("text")
     monkeypatch.delenv("EDITOR")
@@ -72,7 +72,7 @@ def test_editors_that_cannot_be_started(folder, monkeypatch):
         external_editor.edit("text")
 
 
-async def test_a_terminal_that_cannot_be_left_keeps_the_prompt(running):
+async def test_the_prompt_survives_if_no_editor_can_run(running):
     async with running() as (app, _pilot, until):
         prompt(app).insert("draft")
         press(app, "f4")

@@ -36,7 +36,7 @@ def attached(text: str, limit: int = LIMIT) -> str:
         (r"@a\ file.md, dropped", "a file.md", "a file.md, dropped"),
     ],
 )
-def test_a_mentioned_file_goes_before_what_was_written(folder, typed, name, written):
+def test_mentioned_files_are_sent_before_the_text(folder, typed, name, written):
     text = (folder / name.replace("~", "home")).read_text()
     assert attached(typed) == f"{fenced(name, text)}\n\n{written}"
 
@@ -50,7 +50,7 @@ def test_a_mentioned_file_goes_before_what_was_written(folder, typed, name, writ
         """Bob's "CV" (1).txt""",
     ],
 )
-def test_a_dropped_file_is_found_whatever_its_name_and_the_terminal(folder, dropped):
+def test_dropped_files_are_found_from_any_terminal(folder, dropped):
     name = """Bob's "CV" (1).txt"""
     (folder / name).write_text("his")
     assert mentions.unquoted(dropped) == name
@@ -59,7 +59,7 @@ def test_a_dropped_file_is_found_whatever_its_name_and_the_terminal(folder, drop
         assert attached(f"@{dropped} dropped") == f"{fenced(name, 'his')}\n\n{name} dropped"
 
 
-def test_a_file_alone_or_twice_goes_once():
+def test_a_file_is_attached_once():
     assert attached(" @notes.txt ") == fenced("notes.txt", "in notes.txt")
     assert attached("@notes.txt and @notes.txt").count("File notes.txt") == 1
 
@@ -68,11 +68,11 @@ def test_a_file_alone_or_twice_goes_once():
     "text",
     ["me@notes.txt", "a @ b", "@dataclass(frozen=True)", "@pytest.fixture", "@app.get('/x')", "thanks @anna!", "@"],
 )
-def test_other_words_are_text(text):
+def test_other_at_signs_are_text(text):
     assert attached(text) == text
 
 
-def test_an_escaped_mention_and_a_paste_are_literal():
+def test_escaped_mentions_and_pastes_are_literal():
     assert attached(r"see \@notes.txt") == "see @notes.txt"
     assert mentions.attach([Part("look: "), Part("@notes.txt \\@x", is_typed=False)], LIMIT) == (
         "look: @notes.txt \\@x"
@@ -98,7 +98,7 @@ def test_a_wrong_path_is_refused_with_a_suggestion(text, reason):
     assert reason in str(refused.value)
 
 
-def test_the_limit_is_for_all_files_together():
+def test_the_size_limit_covers_all_files_together():
     assert attached("@notes.txt @sub/Deep.py", limit=26).count("File ") == 2
     with pytest.raises(KvchatError, match=r"sub/Deep\.py"):
         attached("@notes.txt @sub/Deep.py", limit=25)
@@ -122,14 +122,14 @@ def test_the_limit_is_for_all_files_together():
         ("@notes.txt", []),
     ],
 )
-def test_paths_are_offered_while_one_is_typed(before, texts):
+def test_paths_are_completed(before, texts):
     offer = mentions.offer(before, mentions.read)
     assert [suggestion.text for suggestion in offer.suggestions] == texts
     assert before.endswith(offer.typed)
 
 
 @pytest.mark.parametrize(("before", "takes"), [("@notes", True), ("@notes.txt", False), ("@notes.txt.", False)])
-def test_enter_sends_a_mention_that_is_whole_though_others_match_it(before, takes):
+def test_enter_sends_a_complete_mention(before, takes):
     offer = mentions.offer(
         before, lambda _folder: list(map(mentions.Entry, ["notes.txt", "notes.txt.old", "sub/notes.txt"]))
     )
@@ -138,5 +138,5 @@ def test_enter_sends_a_mention_that_is_whole_though_others_match_it(before, take
 
 
 @pytest.mark.parametrize("before", ["", "me@", "@notes.txt ", '@"a" b'])
-def test_nothing_is_offered_elsewhere(before):
+def test_nothing_is_completed_elsewhere(before):
     assert mentions.offer(before, mentions.read) is None

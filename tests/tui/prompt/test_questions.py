@@ -18,7 +18,7 @@ from kvchat.tui.state import ChatState
 @pytest.mark.parametrize(
     "text", ["//mode is a command", "// x = 1;", "and/or", r"\@makeatletter \_x\_", r"C:\new\table"]
 )
-def test_what_is_typed_is_sent_to_the_letter(text):
+def test_typed_text_is_sent_verbatim(text):
     assert compose([Part(text)], ChatState(Conversation(), Sampling(), "full")) == text
 
 
@@ -28,7 +28,7 @@ def test_files_come_before_the_question(tmp_path):
     assert text.index("a fact") < text.index("What does")
 
 
-def test_a_text_in_place_of_an_answer_is_taken_as_it_is():
+def test_an_edited_answer_is_taken_verbatim():
     conversation = Conversation()
     conversation.ask("one")
     conversation.answer("hi")
@@ -44,7 +44,7 @@ def answer(text, tokens):
     return Message(parent=None, role="assistant", text=text, stats=Stats(generated_tokens=tokens))
 
 
-def test_the_answers_so_far_tell_how_long_a_token_is():
+def test_bytes_per_token_are_estimated_from_answers():
     assert bytes_per_token([answer("a" * 600, 100), answer("b" * 300, 80)]) == 5
     assert bytes_per_token([answer("a" * 60, 10)]) == BYTES_PER_TOKEN
 
@@ -53,13 +53,13 @@ def test_the_answers_so_far_tell_how_long_a_token_is():
     ("text", "is_typed", "tokens"),
     [("word " * 8, True, 10), ("@notes.txt", True, 103), ("@notes.txt", False, 2), ("@nothing.txt ...", True, 4)],
 )
-def test_files_count_where_they_are_mentioned(tmp_path, monkeypatch, text, is_typed, tokens):
+def test_mentioned_files_count_toward_the_estimate(tmp_path, monkeypatch, text, is_typed, tokens):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("x" * 402)
     assert estimate([Part(text, is_typed)], 4.0) == tokens
 
 
-async def test_the_count_is_shown_while_one_types_and_what_does_not_fit_before_it_is_sent(running):
+async def test_the_token_estimate_is_shown_while_typing(running):
     async with running() as (app, _pilot, until):
         prompt(app).insert("word " * 80)
         await until(lambda: prompt(app).border_subtitle == "≈ 100 tokens")
@@ -75,7 +75,7 @@ async def test_the_count_is_shown_while_one_types_and_what_does_not_fit_before_i
 # ---- Folders are read beside the loop: what is known is told at once, and what was read is told when it has come
 
 
-def test_files_and_folders_with_their_sizes(tmp_path):
+def test_folders_list_entries_with_sizes(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
@@ -84,7 +84,7 @@ def test_files_and_folders_with_their_sizes(tmp_path):
     assert mentions.read(f"{tmp_path}/nowhere/") == ()
 
 
-def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, monkeypatch):
+def test_nested_entries_follow_and_are_limited(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a/b/deep.py", "a/near.py", ".git/config", "node_modules/x.js", "top.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, m
     assert len(names("")) == 5
 
 
-async def test_a_folder_that_does_not_answer_blocks_nobody_and_is_read_once_at_a_time():
+async def test_a_slow_folder_blocks_nothing_and_is_read_once():
     may_answer, asked, changes = threading.Event(), [], []
 
     def slow(folder):
@@ -121,10 +121,10 @@ async def test_a_folder_that_does_not_answer_blocks_nobody_and_is_read_once_at_a
     assert asked == ["slow/"]
 
 
-async def test_what_is_read_again_is_told_only_where_it_has_changed(monkeypatch):
+async def test_rereading_a_folder_reports_only_changes(monkeypatch):
     monkeypatch.setattr(mentions, "FRESH_S", 0.0)
-    lies, asked, changes = [(Entry("a"),)], [], []
-    reader = FolderReader(lambda: changes.append(1), lambda folder: asked.append(folder) or lies[0])
+    listing, asked, changes = [(Entry("a"),)], [], []
+    reader = FolderReader(lambda: changes.append(1), lambda folder: asked.append(folder) or listing[0])
 
     async def look():
         reader.entries("x/")
@@ -133,7 +133,7 @@ async def test_what_is_read_again_is_told_only_where_it_has_changed(monkeypatch)
     await look()
     await look()
     assert (len(asked), len(changes)) == (2, 1)
-    lies[0] = (Entry("a"), Entry("b"))
+    listing[0] = (Entry("a"), Entry("b"))
     await look()
     assert len(changes) == 2
     for number in range(2 * mentions.REMEMBERED):

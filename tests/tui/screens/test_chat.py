@@ -32,7 +32,7 @@ from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
 
 
-async def test_a_question_is_answered_as_markdown_with_a_receipt_until_the_model_is_unloaded(running):
+async def test_a_question_is_answered_with_markdown_and_a_receipt(running):
     async with running() as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
         press(app, "space", "enter")
@@ -58,7 +58,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt_until_the_model
         assert dict(app.chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "–"
 
 
-async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(running, config):
+async def test_the_command_line_question_is_sent_when_ready(running, config):
     asked = replace(config, prompt="hello", database=config.log_file.with_name("chats.db"))
     async with running(asked) as (app, _, until):
         await until(lambda: finished(app))
@@ -76,7 +76,7 @@ async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(
         assert app.controller.state.conversation.turns[0].content == long
 
 
-async def test_the_question_of_the_command_line_that_the_user_sends_first_is_sent_once(running, config, monkeypatch):
+async def test_the_command_line_question_is_sent_only_once(running, config, monkeypatch):
     is_opened = asyncio.Event()
 
     async def open_late(controller, resume=False):
@@ -92,7 +92,7 @@ async def test_the_question_of_the_command_line_that_the_user_sends_first_is_sen
         assert "nothing to send" not in toasts(app)
 
 
-async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
+async def test_withdrawn_text_is_struck_and_not_part_of_the_answer(running):
     async with running() as (app, _pilot, until):
         await ask(app, "waver")
         await until(lambda: "withdrawn" in "".join(notes(app)))
@@ -104,7 +104,7 @@ async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
         assert app.controller.state.conversation.turns[-1].content == "It begins well | and ends well."
 
 
-async def test_what_is_typed_while_the_model_is_loaded_waits_and_is_done_in_its_order(running):
+async def test_input_during_loading_is_queued_in_order(running):
     async with running() as (app, _pilot, until):
         app.controller.state.enter_phase(Phase.LOADING)
         for line in ("/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee"):
@@ -126,7 +126,7 @@ def drawn(answer: Answer) -> str:
     return "\n".join(str(block.render()) for block in answer.query("MarkdownBlock"))
 
 
-async def test_f6_switches_in_the_middle_of_an_answer(running):
+async def test_f6_switches_during_an_answer(running):
     async with running() as (app, _pilot, until):
         typed(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
@@ -138,8 +138,8 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         answer = app.chat.query(Answer).last()
         # Switches without a token between them share a mark.
         await until(lambda: re.search(r"\w ┃[¹²³]* \w", drawn(answer)))
-        told = r"┃[¹²³]* (full|freeze|sync) → speculative · budget 512 · .*(then |\d → )\d+ tok/s"
-        await until(lambda: re.search(told, texts(answer.query(".switches").results(Static))[0]))
+        pattern = r"┃[¹²³]* (full|freeze|sync) → speculative · budget 512 · .*(then |\d → )\d+ tok/s"
+        await until(lambda: re.search(pattern, texts(answer.query(".switches").results(Static))[0]))
         assert "tok/s" in app.chat.query_one(StatusBar).render().plain
         press(app, "escape")
         await until(lambda: finished(app))
@@ -157,7 +157,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         await until(lambda: app.chat.query_one(Ribbon).ticks)
 
 
-async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
+async def test_a_new_conversation_clears_the_figures(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
         chat, state = app.chat, app.controller.state
         await ask(app, "hello", mode="speculative")
@@ -178,7 +178,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
 
 
-async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
+async def test_queued_prompts_can_be_taken_back_and_survive_a_stop(running):
     async with running(ready=False) as (app, _pilot, until):
         await ask(app, "hello")
         typed(app, "hold")
@@ -202,7 +202,7 @@ async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
         assert asked == ["hello", "hold", "next", "third at last"]
 
 
-async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
+async def test_resizing_changes_the_layout_and_loses_nothing(running):
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class("figures-all")
         await ask(app, "hello")
@@ -225,7 +225,7 @@ async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
         assert finished(app)
 
 
-async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(running):
+async def test_keys_act_on_the_selected_message_or_the_prompt(running):
     async with running() as (app, _pilot, until):
         await ask(app, "hello")
         transcript = app.chat.query_one(Transcript)

@@ -32,7 +32,7 @@ def shown(app):
     return opened(app, ConversationsScreen) and app.screen.query(OptionList)
 
 
-async def test_a_conversation_is_searched_for_and_opened(running, config):
+async def test_a_conversation_is_found_and_opened(running, config):
     async with running(config, size=(80, 24)) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
@@ -49,7 +49,7 @@ async def test_a_conversation_is_searched_for_and_opened(running, config):
 
 
 @pytest.mark.parametrize(("width", "is_shown"), [(200, True), (160, False)])
-async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config, width, is_shown):
+async def test_a_click_in_the_column_opens_a_conversation(running, config, width, is_shown):
     async with running(config, size=(width, 60)) as (app, pilot, until):
         column = app.chat.query_one(ConversationColumn)
         await until(lambda: app.controller._listed if is_shown else app.controller.archive._store)
@@ -63,7 +63,7 @@ async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config
             await until(lambda: not column.display)
 
 
-async def test_one_is_renamed_in_the_list(running, config):
+async def test_a_conversation_is_renamed_in_the_list(running, config):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
@@ -90,25 +90,25 @@ KEYS = {
 
 
 @pytest.mark.parametrize("keys", KEYS)
-async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
+async def test_keys_pressed_at_once_keep_their_order(running, config, keys):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
         await until(lambda: shown(app) and len(choices(app)) == 2)
         press(app, *keys.split(), "escape")
         await until(lambda: app.screen is app.chat)
-        kept = await app.controller.archive.search("")
-        assert [summary.title.split()[1] for summary in kept] == KEYS[keys]
+        remaining = await app.controller.archive.search("")
+        assert [summary.title.split()[1] for summary in remaining] == KEYS[keys]
 
 
-def test_a_line_tells_title_age_size_and_the_words_found():
+def test_a_row_shows_title_age_size_and_excerpt():
     summary = Summary(id="1", title="a\x1bb", updated=0.0, messages=3, excerpt=f"the {MARK[0]}cat{MARK[1]}\nsat")
     line = describe_saved(summary, 7300.0, 80)
     assert str(line) == "a␛b   2 h ago · 3 messages\n  the cat sat"
     assert any("bold" in str(span.style) for span in line.spans)
 
 
-def test_an_excerpt_has_no_fences_of_code():
+def test_excerpts_have_no_code_fences():
     cut_off = f"use:\n```python\n{MARK[0]}print{MARK[1]}(1)\n```\nor ~~~ so … ```js"
     line = describe_saved(Summary(id="1", title="t", updated=0.0, messages=1, excerpt=cut_off), 0.0, 80)
     assert str(line).split("\n")[1] == "  use: print(1) or so … js"
@@ -117,5 +117,5 @@ def test_an_excerpt_has_no_fences_of_code():
 @pytest.mark.parametrize(
     ("age", "words"), [(0, "just now"), (59, "just now"), (60, "1 min ago"), (86400 * 3, "3 d ago")]
 )
-def test_ages(age, words):
+def test_ages_are_described(age, words):
     assert describe_age(age) == words

@@ -21,26 +21,26 @@ def watched(app, monkeypatch):
     return lambda: [command.details for command in sent if isinstance(command, Watch)]
 
 
-async def test_the_screen_is_fed_while_it_is_open_and_says_what_is_under_the_cursor(running, monkeypatch):
+async def test_the_details_screen_explains_what_is_under_the_cursor(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(80, 24)) as (app, _pilot, until):
         watches = watched(app, monkeypatch)
         await ask(app, "hello", mode="speculative")
         press(app, "shift+f7")
         await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
-        said = app.screen.query_one("#explanation", Static)
-        await until(lambda: "Layer 0, KV head 0 read 59 of 59 (100 %)" in str(said.content))
+        explanation = app.screen.query_one("#explanation", Static)
+        await until(lambda: "Layer 0, KV head 0 read 59 of 59 (100 %)" in str(explanation.content))
         press(app, "right", "down")
-        await until(lambda: "Layer 1, KV head 1 read 29 of 59 (49 %)" in str(said.content))
+        await until(lambda: "Layer 1, KV head 1 read 29 of 59 (49 %)" in str(explanation.content))
         assert "160" in app.screen.query_one(RecallHistogram).render().plain
         assert "6.0 GiB / 140 GiB" in app.screen.query_one(GpuHistoryPlot).render().plain
         press(app, "tab", "tab")
-        await until(lambda: "hidden behind the model's work" in str(said.content))
+        await until(lambda: "hidden behind the model's work" in str(explanation.content))
         press(app, "escape")
         await until(lambda: watches() == [True, False])
 
 
-async def test_the_last_events_stand_there_where_there_is_no_column_for_them(running):
+async def test_events_are_listed_if_no_column_shows_them(running):
     async with running(size=(80, 24)) as (app, pilot, until):
         await ask(app, "hello")
         press(app, "shift+f7")
@@ -49,8 +49,8 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         await until(lambda: str(log.content).partition("\n")[0].endswith("answered: 58 tok"))
         press(app, "shift+tab")
         await until(lambda: log.has_focus and "answered: 58 tok" in drawn(app))
-        said = app.screen.query_one("#explanation", Static)
-        await until(lambda: "newest first" in str(said.content))
+        explanation = app.screen.query_one("#explanation", Static)
+        await until(lambda: "newest first" in str(explanation.content))
         app.chat.log_event("a later one")
         await until(lambda: "a later one" in str(log.content))
         await app.screen.query_one("VerticalScroll").remove_children()  # as before they are composed
@@ -66,7 +66,7 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         assert not app.screen.query(EventLog)
 
 
-async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(running, monkeypatch):
+async def test_the_column_requests_details_only_while_shown(running, monkeypatch):
     async with running(size=(120, 40)) as (app, pilot, until):
         watches = watched(app, monkeypatch)
         await ask(app, "hello")
@@ -88,7 +88,7 @@ async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
 
-async def test_details_are_asked_for_while_somebody_shows_them(chat):
+async def test_details_are_requested_while_anything_shows_them(chat):
     watch, sent = chat.controller.details, chat.client.sent
     watch.end("column")
     await chat.load()
@@ -104,7 +104,7 @@ async def test_details_are_asked_for_while_somebody_shows_them(chat):
     assert sent[-1] == Watch(False)
 
 
-async def test_a_recording_has_details_that_no_screen_shows(config, tmp_path):
+async def test_a_recording_requests_details_that_nothing_shows(config, tmp_path):
     recorder = Recorder(tmp_path / "one.jsonl", "1")
     view, client = FakeView(), FakeClient()
     chat = ChatController(replace(config, recorder=recorder), client, view)
@@ -117,7 +117,7 @@ async def test_a_recording_has_details_that_no_screen_shows(config, tmp_path):
     recorder.close()
 
 
-async def test_details_are_in_the_file_of_a_recorded_chat(running, config, tmp_path):
+async def test_recorded_chats_contain_details(running, config, tmp_path):
     recorder = Recorder(tmp_path / "one.jsonl", "1")
     async with running(replace(config, recorder=recorder), size=(80, 24)) as (app, _pilot, _until):
         await ask(app, "hello")
@@ -125,7 +125,7 @@ async def test_details_are_in_the_file_of_a_recorded_chat(running, config, tmp_p
     assert recorded[-1].read[0] == (59,) * 4
 
 
-async def test_what_is_stored_of_another_conversation_is_not_shown(chat):
+async def test_details_of_another_conversation_are_not_shown(chat):
     await chat.load()
     shown = Details(7, ((7,),), ((7,),))
     await chat.controller.handle(shown)

@@ -20,7 +20,7 @@ def test_every_mode_is_listed_with_its_parameters():
     assert names[names.index("speculative") + 1 :] == [f"  {name}" for name in registered()["speculative"].model_fields]
 
 
-def test_every_figure_is_listed_by_its_place_and_its_mode():
+def test_figures_are_listed_by_place_and_mode():
     rows = figure_rows([*registered().values()])
     labels = [label for label, _ in rows]
     freeze = labels.index("freeze mode")
@@ -32,7 +32,7 @@ def test_every_figure_is_listed_by_its_place_and_its_mode():
     assert [label for label, text in rows if label.startswith(" ") and not text] == []
 
 
-def test_every_key_is_listed_as_it_is_in_force():
+def test_current_keys_are_listed():
     listed = key_rows({"panels": "f10,ctrl+t"})
     rows = dict(listed)
     assert "F7" not in rows
@@ -40,7 +40,7 @@ def test_every_key_is_listed_as_it_is_in_force():
     assert len(listed) == sum(bool(action.keys) for action in ACTIONS)
 
 
-def test_what_is_typed_leaves_the_rows_that_contain_each_word():
+def test_the_filter_keeps_rows_that_contain_every_word():
     rows = [("/export FILE", "write the conversation"), ("Ctrl+J", "newline")]
     assert matching("", "Commands", rows) == matching(" ", "Commands", rows) == rows
     assert matching("EXPORT con", "Commands", rows) == rows[:1]
@@ -48,13 +48,13 @@ def test_what_is_typed_leaves_the_rows_that_contain_each_word():
     assert matching("commands new", "Commands", rows) == rows[1:]
 
 
-def test_a_parameter_is_found_below_its_mode_and_by_its_name():
+def test_a_parameter_is_found_by_name_and_mode():
     rows = [("sync", "a"), ("  budget", "b"), ("  mem", "c"), ("freeze", "d"), ("  budget", "e")]
     assert matching("budget", "KV modes", rows) == [rows[0], rows[1], rows[3], rows[4]]
     assert matching("freeze budget", "KV modes", rows) == rows[3:]
 
 
-async def test_help_is_shown_in_the_terminals_own_colors_and_a_filter_without_a_match_says_so(running, config):
+async def test_help_works_in_the_ansi_theme_and_reports_no_match(running, config):
     """The theme names its colors as Textual does, which Rich cannot parse."""
     async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
         press(app, "f1")
@@ -71,7 +71,7 @@ async def test_help_is_shown_in_the_terminals_own_colors_and_a_filter_without_a_
 SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")
 
 
-async def test_a_screen_closes_once_and_neither_the_chat_nor_one_above_it_with_it(running):
+async def test_dismissing_a_screen_twice_closes_only_that_screen(running):
     async with running() as (app, pilot, until):
         for key in SCREENS:
             press(app, key)

@@ -31,7 +31,7 @@ def shown(app):
     return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(choices(app)) == 2
 
 
-async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, machine):
+async def test_a_model_is_found_planned_and_loaded(running, machine):
     async with running(size=(80, 24)) as (app, _pilot, until):
         await app.chat.run_command("/model")
         await until(lambda: shown(app))
@@ -53,21 +53,21 @@ async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, ma
         await until(lambda: EXAMPLES[False][1] in str(app.chat.query_one(Welcome).content))  # what Enter would ask it
 
 
-async def test_enter_before_the_models_are_found_loads_what_is_typed(running, machine, monkeypatch):
-    looking, seeking = threading.Event(), threading.Event()
-    monkeypatch.setattr(choosing.catalog, "find", lambda folders: looking.wait(PATIENCE_S) and [HERE, OTHER])
-    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: seeking.wait(PATIENCE_S))
+async def test_enter_during_the_search_loads_the_typed_model(running, machine, monkeypatch):
+    found, located = threading.Event(), threading.Event()
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: found.wait(PATIENCE_S) and [HERE, OTHER])
+    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: located.wait(PATIENCE_S))
     async with running() as (app, _pilot, until):
         press(app, "ctrl+o", *"other", "enter")
         await until(lambda: opened(app, ModelsScreen) and app.screen._is_chosen)
         picker = app.screen
-        looking.set()
+        found.set()
         await until(lambda: app.screen is app.chat and not picker.is_attached)
-        seeking.set()
+        located.set()
         await until(lambda: app.controller.models.in_use.model == "org/other")
 
 
-async def test_a_question_typed_after_a_model_was_chosen_is_asked_of_it(running, machine, monkeypatch):
+async def test_a_question_goes_to_the_model_chosen_before_it(running, machine, monkeypatch):
     monkeypatch.setattr(choosing.catalog, "is_here", lambda name: not time.sleep(0.3))  # a slow disk
     async with running() as (app, _pilot, until):
         press(app, "ctrl+o")
@@ -77,7 +77,7 @@ async def test_a_question_typed_after_a_model_was_chosen_is_asked_of_it(running,
         assert app.controller.models.in_use.model == "org/other"
 
 
-def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
+def test_typed_text_may_name_a_model(tmp_path):
     assert typed_model("", [HERE]) == typed_model("bundled", [HERE]) == typed_model("no such thing", []) == []
     assert typed_model("org/name", [OTHER]) == [FoundModel("org/name", "download")]
     assert typed_model("https://huggingface.co/org/name", []) == [FoundModel("org/name", "download")]
@@ -92,7 +92,7 @@ def facts(model, free=8 * GiB):
     return " ".join(str(describe_model(model, "auto", Room("cpu", free), 90)).split())
 
 
-def test_a_line_says_whether_a_model_fits():
+def test_a_row_says_whether_a_model_fits():
     assert facts(OTHER).endswith("✓ fits, takes 64.0 MiB")
     assert facts(OTHER, 2**25).endswith("~ int8 fits, 64.0 MiB")
     assert facts(OTHER, 2**20).endswith("✖ too large, 64.0 MiB")
