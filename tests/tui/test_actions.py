@@ -30,7 +30,7 @@ SLASH = (
 )
 
 
-def test_every_action_has_a_description_and_a_way_to_reach_it():
+def test_every_action_is_described_and_reachable():
     assert len(BY_ID) == len(ACTIONS)
     for action in ACTIONS:
         assert action.doc
@@ -49,14 +49,14 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
         ("re", ('"re"', "ambiguous: rebuild, regen,")),
     ],
 )
-def test_an_unknown_command_names_the_nearest_few(name, facts):
+def test_an_unknown_command_suggests_the_nearest(name, facts):
     with pytest.raises(UsageError) as refused:
         parse_command(f"/{name}")
     assert not lacks(refused.value, *facts)
     assert len(str(refused.value)) < 160
 
 
-def test_other_programs_names_find_the_conversations():
+def test_names_from_other_programs_find_the_conversations():
     assert {find_command(name).id for name in ("find", "sessions", "history")} == {"conversations"}
     assert parse_command("/find a cat") == (BY_ID["conversations"], "a cat")
 
@@ -64,7 +64,7 @@ def test_other_programs_names_find_the_conversations():
 @pytest.mark.parametrize(
     "text", ["/mode full", "/no-such-thing", "/", "/?", "/Mode full", "/budget=512", "/system a\nb"]
 )
-def test_what_is_a_command(text):
+def test_commands_are_recognized(text):
     assert is_command(text)
 
 
@@ -76,7 +76,7 @@ def test_what_is_a_command(text):
         *("/find . -name x\n/find .", "/etc/hosts:\n1 localhost", "what is /mode"),
     ],
 )
-def test_what_is_none(text):
+def test_other_text_is_not_a_command(text):
     assert not is_command(text)
 
 
@@ -91,19 +91,19 @@ def test_commands_are_split_from_their_arguments():
     ("typed", "id"),
     [("mo", "mode"), ("bu", "budget"), ("exit", "quit"), ("ex", "export"), ("sea", "conversations"), ("?", "help")],
 )
-def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
+def test_prefixes_and_aliases_are_accepted(typed, id):
     argument = "x" if BY_ID[id].usage else ""
     assert parse_command(f"/{typed} {argument}") == (BY_ID[id], argument)
 
 
 @pytest.mark.parametrize("action", [action for action in ACTIONS if action.needs_argument], ids=lambda one: one.id)
-def test_a_command_that_needs_an_argument_says_which(action):
+def test_a_missing_argument_is_named(action):
     with pytest.raises(UsageError, match=f"{re.escape(action.line)}:"):
         parse_command(f"/{action.command} ")
 
 
 @pytest.mark.parametrize("line", ["/new foo", "/undo 3", "/retry x", "/rebuild y", "/panels off"])
-def test_a_command_that_takes_no_argument_refuses_one(line):
+def test_unexpected_arguments_are_rejected(line):
     with pytest.raises(UsageError, match=r'^/\w+ "\w+".*no argument'):
         parse_command(line)
 
@@ -119,7 +119,7 @@ def test_aliases_hide_no_command():
 THEME = 'name = "[bold]odd[/] name"\nprimary = "#ffffff"\n'
 
 
-async def test_markup_in_a_name_from_outside_is_text(running, config, tmp_path):
+async def test_markup_in_theme_names_is_text(running, config, tmp_path):
     (tmp_path / "odd.toml").write_text(THEME)
     async with running(replace(config, theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
         assert "[bold]odd[/] name" in app.themes, app._theme_problems
@@ -130,7 +130,7 @@ async def test_markup_in_a_name_from_outside_is_text(running, config, tmp_path):
         await until(lambda: len(prompts(app, "[bold]odd[/] name")) == 1)
 
 
-def test_all_that_can_be_done_in_the_chat_is_in_the_palette():
+def test_the_palette_lists_every_chat_action():
     titles = {choice.title for choice in choices(FakeScreen(), {}, ())}
     commands = {action.run for action in ACTIONS if action.command}
     for action in ACTIONS:
@@ -140,7 +140,7 @@ def test_all_that_can_be_done_in_the_chat_is_in_the_palette():
     assert {"branch previous", "page up", "page down", "ribbon first", "message previous"} <= titles
 
 
-async def test_a_refusal_is_a_toast_and_what_has_only_a_key_acts_from_the_palette_or_by_command(running):
+async def test_key_only_actions_work_from_the_palette(running):
     async with running() as (app, _pilot, until):
         press(app, "f5")
         await until(lambda: "There is no question yet" in toasts(app))
@@ -200,7 +200,7 @@ def offered(before: str) -> list[str]:
     return [suggestion.text for suggestion in offer.suggestions] if offer else []
 
 
-def test_a_slash_lists_all_commands_with_their_use():
+def test_a_slash_lists_all_commands():
     offer = composer.offer("/", NOW)
     assert {one.label for one in offer.suggestions} == {action.line for action in COMMANDS.values()}
     assert all(one.doc for one in offer.suggestions)
@@ -211,7 +211,7 @@ def test_a_slash_lists_all_commands_with_their_use():
 @pytest.mark.parametrize(
     ("typed", "takes"), [("/", True), ("/mo", True), ("/mode", False), ("/exi", False), ("/bud", False)]
 )
-def test_enter_takes_what_is_selected_where_no_one_command_is_named(typed, takes):
+def test_enter_completes_only_ambiguous_commands(typed, takes):
     assert composer.offer(typed, NOW).takes_by_enter == takes
 
 
@@ -236,11 +236,11 @@ def test_enter_takes_what_is_selected_where_no_one_command_is_named(typed, takes
         ("what is /mode", []),
     ],
 )
-def test_what_may_follow(before, texts):
+def test_commands_and_values_are_completed(before, texts):
     assert offered(before) == texts
 
 
-def test_present_values_are_marked_and_ranges_told():
+def test_current_values_are_marked_and_ranges_shown():
     modes = composer.offer("/mode ", NOW)
     assert [one.label for one in modes.suggestions if one.is_current] == ["streaming"]
     assert modes.usage.startswith("/mode NAME")
@@ -250,7 +250,7 @@ def test_present_values_are_marked_and_ranges_told():
     assert [one.is_current for one in composer.offer("/theme ", NOW).suggestions] == [False, True]
 
 
-def test_paths_are_offered_to_commands_and_files_in_a_question(tmp_path):
+def test_paths_are_completed_in_commands_and_questions(tmp_path):
     (tmp_path / "b c.json").touch()
     assert offered(f"/import {tmp_path}/") == [f"{tmp_path}/b c.json"]
     assert offered(f"read @{tmp_path}/") == [f'@"{tmp_path}/b c.json" ']
@@ -266,7 +266,7 @@ def keys(text: str) -> list[str]:
     return [NAMES.get(character, character) for character in text]
 
 
-async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter_and_escape_closes_the_list_first(running):
+async def test_keys_complete_send_and_close_suggestions(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         suggestions = app.chat.query_one(SuggestionList)
         press(app, *keys("/mo"), "tab", *keys("s"), "down", "down", "tab")
@@ -291,7 +291,7 @@ async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter_and_es
         assert prompt(app).text == "/m"
 
 
-async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp_path, monkeypatch):
+async def test_a_mentioned_file_is_sent_whole_and_shown_folded(running, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("one\ntwo\n")
     async with running() as (app, _pilot, until):

@@ -39,7 +39,7 @@ async def test_progress_is_shown_before_the_first_word(asked):
     assert asked.view.answers[0].waiting.startswith("processing 1,000 of 1,500 tokens")
 
 
-async def test_text_is_fed_and_completed_with_a_receipt(asked):
+async def test_streamed_text_ends_with_a_receipt(asked):
     await asked.controller.handle(Text("he", 1))
     assert asked.phase is Phase.ANSWERING
     await asked.controller.handle(Text("llo", 1))
@@ -49,7 +49,7 @@ async def test_text_is_fed_and_completed_with_a_receipt(asked):
     assert asked.turns == ["one", "hello"]
 
 
-async def test_the_conversation_on_the_screen_may_be_opened_while_its_answer_goes_on(asked):
+async def test_the_current_conversation_can_be_reopened_during_an_answer(asked):
     await asked.controller.archive.open()
     current = asked.controller.state.conversation
     question = current.leaf
@@ -72,7 +72,7 @@ async def test_a_stopped_answer_keeps_its_text(asked):
     assert asked.view.answers[0].stopped
 
 
-async def test_an_answer_stopped_before_the_first_word_gives_the_question_back(asked):
+async def test_stopping_before_the_first_word_returns_the_question(asked):
     await asked.controller.handle(Finished("stopped", "", Stats()))
     assert (asked.view.prompt, asked.turns) == ("one", [])
     assert asked.view.answers[0].removed
@@ -87,14 +87,14 @@ async def test_an_abandoned_answer_keeps_its_text(asked):
     assert asked.turns == ["one", "he"]
 
 
-async def test_withdrawn_text_is_struck(asked):
+async def test_withdrawn_text_is_removed_and_noted(asked):
     await asked.controller.handle(Text("good bad", 2))
     await asked.controller.handle(Withdrawn(4, 1))
     assert asked.view.answers[0].text == "good"
     assert asked.view.notes == ["withdrawn by recovery: bad"]
 
 
-async def test_a_switch_counts_the_tokens_after_it_until_the_next_one(asked):
+async def test_a_switch_counts_tokens_until_the_next_switch(asked):
     await asked.controller.handle(Switched("full", "streaming", {}, 10, 0, 0.0))
     await asked.controller.handle(Text("a b", 2))
     await asked.controller.handle(Switched("streaming", "full", {}, 12, 0, 0.0))
@@ -103,7 +103,7 @@ async def test_a_switch_counts_the_tokens_after_it_until_the_next_one(asked):
     assert (first.tokens, first.closed, second.tokens) == (2, 1, 1)
 
 
-async def test_switches_without_a_token_between_them_are_one(asked):
+async def test_switches_without_tokens_between_are_merged(asked):
     answers = asked.controller.answers
     for before, mode, moved, speed in (("full", "freeze", 5, 41.0), ("freeze", "streaming", 7, None)):
         await answers.add_switch(Switched(before, mode, {}, 10, moved, 0.0), speed)
@@ -117,7 +117,7 @@ async def test_switches_without_a_token_between_them_are_one(asked):
     assert [back.mode for back in asked.view.ways_back] == ["full"], "where lines stay, the way back is told"
 
 
-async def test_of_two_budgets_without_a_token_between_them_the_second_is_shown(asked):
+async def test_only_the_last_of_consecutive_budgets_is_shown(asked):
     for budget in (256, 128):
         await asked.controller.handle(Switched("sync", "sync", {"budget": budget}, 10, 0, 0.0))
     assert [switch.removed for switch in asked.view.switches] == [True, False]
@@ -128,34 +128,34 @@ async def switch(asked, before, mode, total):
     await asked.controller.handle(Switched(before, mode, {}, total, 0, 0.0))
 
 
-async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
+async def test_switch_lines_are_saved_with_a_growing_answer(asked):
     conversation = asked.controller.state.conversation
     await switch(asked, "full", "streaming", 10)  # before the first word
     await asked.controller.handle(Text("one two", 2))
     await switch(asked, "streaming", "full", 12)
     await asked.controller.handle(Text(" three", 1))
     asked.controller.answers.checkpoint()
-    kept = (ModeChange(0, "full → streaming", 10, "streaming"), ModeChange(7, "streaming → full", 12, "full"))
-    assert conversation.leaf.switch_lines == kept
+    expected = (ModeChange(0, "full → streaming", 10, "streaming"), ModeChange(7, "streaming → full", 12, "full"))
+    assert conversation.leaf.switch_lines == expected
     await switch(asked, "full", "freeze", 13)
     await switch(asked, "freeze", "sync", 13)  # without a token between them
     await asked.controller.handle(Finished("stopped", "one two three", Stats()))
-    kept = (*kept, ModeChange(13, "full → sync", 13, "sync"))
-    assert conversation.leaf.switch_lines == kept
+    expected = (*expected, ModeChange(13, "full → sync", 13, "sync"))
+    assert conversation.leaf.switch_lines == expected
 
     await asked.controller.branches.resume()
     await asked.controller.handle(Text(" four", 1))
     await switch(asked, "sync", "full", 20)
     await asked.controller.answers.abandon()
     await asked.controller.answers.ready()
-    kept = (*kept, ModeChange(18, "sync → full", 20, "full"))
-    assert conversation.leaf.switch_lines == kept
+    expected = (*expected, ModeChange(18, "sync → full", 20, "full"))
+    assert conversation.leaf.switch_lines == expected
 
     await switch(asked, "full", "sync", 20)  # after the answer: what is kept stays
     assert not asked.view.switches[-2].removed
-    assert conversation.leaf.switch_lines == (*kept, ModeChange(18, "full → sync", 20, "sync"))
+    assert conversation.leaf.switch_lines == (*expected, ModeChange(18, "full → sync", 20, "sync"))
     await switch(asked, "sync", "full", 20)  # and back
-    assert conversation.leaf.switch_lines == kept
+    assert conversation.leaf.switch_lines == expected
     await switch(asked, "full", "full", 20)  # another parameter
     assert asked.controller.answers.switch_positions == (10, 12, 13, 20)
     await asked.controller.branches.regenerate()
@@ -167,7 +167,7 @@ async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     assert asked.controller.answers.switch_positions == (10, 12, 13, 20)
 
 
-async def test_a_switch_while_an_answer_is_mounted_belongs_to_it(asked, monkeypatch):
+async def test_a_switch_during_mounting_belongs_to_the_answer(asked, monkeypatch):
     add = asked.view.add_answer
 
     async def switch_meanwhile():
@@ -184,7 +184,7 @@ async def test_a_switch_while_an_answer_is_mounted_belongs_to_it(asked, monkeypa
     assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(5, "full → sync", 12, "sync"),)
 
 
-async def test_a_switch_while_the_question_is_saved_belongs_to_its_answer(asked, monkeypatch):
+async def test_a_switch_during_saving_belongs_to_the_answer(asked, monkeypatch):
     async def switch_meanwhile():
         monkeypatch.undo()
         await switch(asked, "full", "sync", 12)
@@ -196,7 +196,7 @@ async def test_a_switch_while_the_question_is_saved_belongs_to_its_answer(asked,
     assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(0, "full → sync", 12, "sync"),)
 
 
-async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
+async def test_leaving_an_answer_keeps_its_switch(asked):
     left = asked.controller.state.conversation
     await asked.controller.handle(Text("one", 1))
     await switch(asked, "full", "sync", 12)
@@ -207,7 +207,7 @@ async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
 
 
 @pytest.mark.parametrize("when", ["saved", "mounted"])
-async def test_a_stop_before_the_answer_is_asked_for_stops_it_as_soon_as_it_is(chat, when):
+async def test_an_early_stop_is_sent_after_the_question(chat, when):
     await chat.load()
 
     async def stop():
@@ -221,16 +221,16 @@ async def test_a_stop_before_the_answer_is_asked_for_stops_it_as_soon_as_it_is(c
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 
 
-async def test_a_stop_shows_at_once_also_while_a_chunk_of_the_prompt_is_processed(chat):
+async def test_a_stop_shows_immediately_during_prefill(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(Started(900, 0))
-    said = chat.view.answers[-1].waiting
+    before = chat.view.answers[-1].waiting
     chat.controller.stop()
-    assert chat.view.answers[-1].waiting != said
+    assert chat.view.answers[-1].waiting != before
 
 
-async def test_a_stop_reaches_an_answer_not_asked_for_yet_also_after_another_question_was_queued(chat, monkeypatch):
+async def test_queueing_a_question_does_not_lose_an_early_stop(chat, monkeypatch):
     async def queue_and_stop():
         monkeypatch.undo()
         await chat.ask("two")
@@ -243,7 +243,7 @@ async def test_a_stop_reaches_an_answer_not_asked_for_yet_also_after_another_que
 
 
 @pytest.mark.parametrize("when", ["saved", "mounted"])
-async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_the_question_unasked(chat, when):
+async def test_a_question_is_not_sent_after_leaving_its_conversation(chat, when):
     await chat.load()
     first = chat.controller.state.conversation
     add = chat.view.add_answer
@@ -268,7 +268,7 @@ async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_
     assert chat.client.sent[-1].turns[-1].content == "two"
 
 
-async def test_an_engine_restarted_while_an_answer_is_finished_is_loading(asked, monkeypatch):
+async def test_a_restart_while_an_answer_finishes_stays_loading(asked, monkeypatch):
     async def restart():
         monkeypatch.undo()
         await asked.controller.restart()
@@ -279,7 +279,7 @@ async def test_an_engine_restarted_while_an_answer_is_finished_is_loading(asked,
     await asked.engine_ended()
 
 
-async def test_an_engine_that_is_ready_again_before_the_answer_is_asked_for_gives_the_question_back(chat, monkeypatch):
+async def test_a_restart_before_sending_returns_the_question(chat, monkeypatch):
     async def end():
         monkeypatch.undo()
         await chat.controller.restart()
@@ -295,9 +295,7 @@ async def test_an_engine_that_is_ready_again_before_the_answer_is_asked_for_give
 
 @pytest.mark.parametrize("when", ["saved", "mounted"])
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DOWN])
-async def test_an_engine_that_ends_before_the_answer_is_asked_for_gives_the_question_back(
-    chat, monkeypatch, when, phase
-):
+async def test_losing_the_engine_before_sending_returns_the_question(chat, monkeypatch, when, phase):
     add = chat.view.add_answer
 
     async def end():
@@ -341,7 +339,7 @@ async def test_questions_are_queued_and_sent_in_order(chat):
     assert (chat.turns, chat.view.queue) == (["one", "hi", "two", "hi", "three"], (0, False))
 
 
-async def test_commands_wait_beside_questions_in_their_order(chat):
+async def test_commands_and_questions_share_one_queue(chat):
     async def mode(name):
         chat.controller.switch(name)
 
@@ -359,7 +357,7 @@ async def test_commands_wait_beside_questions_in_their_order(chat):
     assert chat.view.queue == (0, False)
 
 
-async def test_a_command_that_waits_is_taken_back_and_takes_the_conversation_up(chat):
+async def test_a_queued_command_can_be_taken_back_or_run(chat):
     async def rebuild():
         chat.controller.rebuild()
 
@@ -376,7 +374,7 @@ async def test_a_command_that_waits_is_taken_back_and_takes_the_conversation_up(
     assert isinstance(chat.client.sent[-1], Chat)
 
 
-async def test_a_question_asked_while_a_command_that_waited_runs_comes_behind_the_others(chat):
+async def test_questions_from_a_queued_command_go_to_the_end(chat):
     async def ask_meanwhile():
         await chat.ask("later")
 
@@ -389,7 +387,7 @@ async def test_a_question_asked_while_a_command_that_waited_runs_comes_behind_th
 
 
 @pytest.mark.parametrize("phase", [Phase.READY, Phase.DOWN])
-async def test_a_command_that_is_mounted_when_loading_ends_is_not_forgotten(chat, phase):
+async def test_a_command_mounted_as_loading_ends_is_not_lost(chat, phase):
     ran = []
 
     async def change():
@@ -403,7 +401,7 @@ async def test_a_command_that_is_mounted_when_loading_ends_is_not_forgotten(chat
     assert (ran, chat.view.prompt) == ((["/next"], "") if phase is Phase.READY else ([], "/next"))
 
 
-async def test_a_stop_holds_the_queue_until_it_is_released_and_a_new_question_goes_first(chat):
+async def test_a_stop_holds_the_queue_until_released(chat):
     await chat.load()
     for text in ("one", "two", "three"):
         await chat.ask(text)
@@ -418,7 +416,7 @@ async def test_a_stop_holds_the_queue_until_it_is_released_and_a_new_question_go
     assert (chat.turns[4:], chat.view.queue) == (["two"], (1, False))
 
 
-async def test_the_last_queued_question_is_taken_back_unless_another_text_is_begun(chat):
+async def test_the_last_queued_question_can_be_taken_back(chat):
     with pytest.raises(UsageError, match="Nothing is queued"):
         await chat.controller.take_back()
     for text in ("one", "two"):
@@ -431,7 +429,7 @@ async def test_the_last_queued_question_is_taken_back_unless_another_text_is_beg
     assert chat.turns == ["one"]
 
 
-async def test_an_engine_that_fails_holds_what_is_queued(chat):
+async def test_an_engine_crash_holds_the_queue(chat):
     await chat.load()
     for text in ("one", "two", "three"):
         await chat.ask(text)
@@ -445,14 +443,14 @@ async def test_an_engine_that_fails_holds_what_is_queued(chat):
     assert chat.turns == ["two"]
 
 
-async def test_an_engine_that_becomes_ready_while_a_question_is_mounted_answers_it(chat):
+async def test_a_question_mounted_as_the_engine_gets_ready_is_sent(chat):
     chat.view.while_mounting = chat.load
     await chat.ask("one")
     assert [type(command) for command in chat.client.sent] == [Chat]
     assert not chat.controller.answers.queue
 
 
-async def test_an_engine_that_ends_while_a_question_is_mounted_gives_it_back(chat):
+async def test_an_engine_crash_during_mounting_returns_the_question(chat):
     await chat.controller.handle(Crashed(1, ()))
 
     async def crash():

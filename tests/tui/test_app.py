@@ -34,7 +34,7 @@ from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Problem
 from kvchat.tui.widgets.transcript import Transcript
 
-PRINTING = """
+SCRIPT = """
 import gc, math
 from unittest.mock import Mock
 from kvchat.process import postpone_full_collections
@@ -48,17 +48,17 @@ print(constants.MAX_FPS, math.prod(gc.get_threshold()))
 
 
 @pytest.mark.parametrize(("chosen", "frames"), [({}, 120), ({"TEXTUAL_FPS": "30"}, 30)])
-def test_a_key_waits_neither_for_a_slow_frame_unless_somebody_chose_it_nor_for_garbage_of_minutes(chosen, frames):
+def test_frame_rate_and_garbage_collection_keep_keys_responsive(chosen, frames):
     """An answer leaves about 75,000 objects a second, and a collection takes some microseconds for each."""
     environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
-    command = [sys.executable, "-c", PRINTING]
+    command = [sys.executable, "-c", SCRIPT]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     shown, collected_after = map(int, result.stdout.split())
     assert shown == frames
     assert collected_after <= 10 * 75_000
 
 
-async def test_ctrl_c_stops_then_quits_when_pressed_twice_and_no_engine_survives(running, monkeypatch):
+async def test_ctrl_c_stops_then_quits_and_ends_the_engine(running, monkeypatch):
     monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
         process = app.client._process
@@ -74,20 +74,20 @@ async def test_ctrl_c_stops_then_quits_when_pressed_twice_and_no_engine_survives
     assert process.returncode is not None
 
 
-async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no_failure(running):
+async def test_handlers_tolerate_missing_widgets_on_exit(running):
     async with running() as (app, _pilot, until):
 
-        async def ask_late():
+        async def use_a_removed_widget():
             app.exit()
             await app.chat.query_one(ModeBar).remove()
             app.chat.show_state(app.controller.state)
 
-        app.chat.run_worker(ask_late)
+        app.chat.run_worker(use_a_removed_widget)
         await until(lambda: app._exit)
     assert app.return_code == 0
 
 
-async def test_the_mouse_on_what_has_just_been_removed_ends_nothing(running):
+async def test_mouse_events_on_a_removed_widget_do_not_crash(running):
     async with running() as (app, _pilot, until):
         typed(app, "hello")
         await until(lambda: finished(app) and len(shown(app, MarkdownTableCellContents)) > 1)
@@ -113,7 +113,7 @@ def listed(app) -> list[str]:
     return [str(choice.prompt).split("  ")[0] for choice in lines.first().options] if lines else []
 
 
-async def test_help_and_one_palette_at_a_time(running):
+async def test_only_one_palette_is_open_at_a_time(running):
     async with running() as (app, _pilot, until):
         await until(lambda: "F6 mode" in app.chat.query_one(KeyHints).render().plain)
         assert "F10" not in app.chat.query_one(KeyHints).render().plain, "nothing of a replay"
@@ -148,7 +148,7 @@ async def test_loading_stages_are_visible(running, monkeypatch):
         await until(lambda: "Reading the weights" in app.chat.query_one(StatusBar).render().plain)
 
 
-async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
+async def test_clicking_a_suggestion_after_out_of_memory_runs_it(running):
     async with running(size=(100, 30)) as (app, pilot, until):
         typed(app, "oom")
         await until(lambda: app.chat.query(Problem))
@@ -164,7 +164,7 @@ async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
         await ask(app, "hello")
 
 
-async def test_control_characters_and_markup_of_a_widget_or_a_toast_are_text(running, config):
+async def test_control_characters_and_markup_are_shown_as_text(running, config):
     problem = hostile("settings")
     async with running(replace(config, problems=(problem,), keys={problem: "f9"})) as (app, _pilot, until):
         # One that draws it as it is; the gutter covers the first column.
@@ -199,7 +199,7 @@ def pyperclip(monkeypatch):
     return copied
 
 
-async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip, monkeypatch):
+async def test_the_system_clipboard_is_used_locally(pyperclip, monkeypatch):
     assert has_system({})
     assert not has_system({"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"})
     assert await copy_to_system("hé") == ""
@@ -210,14 +210,14 @@ async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip, 
     assert not has_system({}), "without the library there is only the terminal's"
 
 
-async def test_a_clipboard_that_does_not_answer_is_given_up(pyperclip, monkeypatch):
+async def test_an_unresponsive_clipboard_times_out(pyperclip, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(sys.modules["pyperclip"], "copy", lambda text: may_end.wait(60))
     assert await copy_to_system("x", patience_s=0.01)
     may_end.set()
 
 
-def test_what_became_of_a_text_is_said():
+def test_copy_messages_say_what_happened():
     assert "3 characters" in describe("abc", "")
     assert not lacks(describe("abc", None), "3 characters", "OSC 52")
     assert "/copy FILE" in describe("é" * TERMINALS_TAKE, None)
@@ -237,7 +237,7 @@ async def test_four_toasts_fit_on_a_small_terminal():
         assert all(toast.region.bottom <= 24 for toast in app.screen.query(Toast))
 
 
-async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pyperclip, tmp_path):
+async def test_a_refused_copy_is_reported_and_a_file_works(running, pyperclip, tmp_path):
     async with running() as (app, _pilot, until):
         await ask(app, "hello")
         typed(app, "/copy")
@@ -255,7 +255,7 @@ async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pypercli
 # ---- Lists of lines to choose from
 
 
-async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
+async def test_lists_survive_a_one_column_terminal(running):
     async with running() as (app, pilot, until):
         for key in ("f9", "/"):  # in a dialog and in the chat
             press(app, key)

@@ -30,7 +30,7 @@ F4 = b"\x1bOS"
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
 
-def kept(written: bytes) -> list[bytes]:
+def modes_left_on(written: bytes) -> list[bytes]:
     """The terminal modes that are still on."""
     switched_on = {off: off[:-1] + (b"l" if off.endswith(b"h") else b"h") for off in RESTORED}
     return [off for off, on in switched_on.items() if written.rfind(off) <= written.rfind(on)]
@@ -47,11 +47,11 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterator[PtyRun]:
+def started_in(folder: Path, ignored: tuple[signal.Signals, ...] = ()) -> Iterator[PtyRun]:
     """The application as a shell starts it, except for the signals that it ignores."""
-    heard_by_all = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
-    ways = dict.fromkeys(heard_by_all, signal.SIG_DFL) | dict.fromkeys(unheard, signal.SIG_IGN)
-    before = {number: signal.signal(number, way) for number, way in ways.items()}
+    handled = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
+    handlers = dict.fromkeys(handled, signal.SIG_DFL) | dict.fromkeys(ignored, signal.SIG_IGN)
+    before = {number: signal.signal(number, action) for number, action in handlers.items()}
     run = PtyRun(start_app.command(folder), environ(TERM="xterm-256color", FAKE_LEDGER=str(folder / "ledger")))
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -80,48 +80,48 @@ def test_a_signal_restores_the_terminal_and_ends_the_engine(application, count):
     application.process.send_signal(signal.SIGTERM)
     count["signals"] += 1
     assert application.finish() == 128 + signal.SIGTERM
-    assert not kept(application.written)
+    assert not modes_left_on(application.written)
     wait_until(lambda: not is_alive(engine))
 
 
-def test_a_signal_sent_again_and_again_restores_the_terminal(application, count):
+def test_repeated_signals_restore_the_terminal(application, count):
     while application.process.poll() is None:
         application.process.send_signal(signal.SIGINT)
         count["signals"] += 1
         application.read(0.02)
     application.finish()
-    assert not kept(application.written)
+    assert not modes_left_on(application.written)
 
 
-def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started):
+def test_an_early_signal_restores_the_terminal(started):
     started.until("\x1b[?1049h")
     started.process.send_signal(signal.SIGHUP)
     assert started.finish() == 128 + signal.SIGHUP
-    assert not kept(started.written)
+    assert not modes_left_on(started.written)
 
 
-def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_path, count):
+def test_a_signal_at_any_moment_restores_the_terminal(tmp_path, count):
     for turn in range(SIGNALS):
-        dice = random.Random(turn)
-        number = dice.choice(ENDING)
+        rng = random.Random(turn)
+        number = rng.choice(ENDING)
         (folder := tmp_path / str(turn)).mkdir()
         with started_in(folder) as run:
             if turn % 2:  # in mid-answer
                 run.until(start_app.READY)
                 run.type(b"slow\r")
-            at = time.monotonic() + dice.uniform(0, 3)
+            at = time.monotonic() + rng.uniform(0, 3)
             while (wait_s := at - time.monotonic()) > 0:
                 run.read(wait_s)
             engines = children(run.process.pid)
             run.process.send_signal(number)
             count["signals"] += 1
             assert run.finish() in (128 + number, -number), (turn, number)  # itself, before it takes the terminal
-        assert b"\x1b[?1049h" not in run.written or not kept(run.written), (turn, number)
+        assert b"\x1b[?1049h" not in run.written or not modes_left_on(run.written), (turn, number)
         wait_until(lambda engines=engines: not any(map(is_alive, engines)))
 
 
 @pytest.mark.parametrize("started", [(), (signal.SIGHUP, signal.SIGTERM)], indirect=True, ids=["told", "hears nothing"])
-def test_a_terminal_that_vanishes_ends_application_and_engine(application, tmp_path):
+def test_a_vanished_terminal_ends_application_and_engine(application, tmp_path):
     """A vanished terminal, as after a dropped SSH connection; all but the last second of the answer is on disk."""
     (engine,) = children(application.process.pid)
     application.type(b"slow\r")
@@ -143,7 +143,7 @@ def test_a_terminal_that_vanishes_ends_application_and_engine(application, tmp_p
     assert lost.seconds <= MOST_S, lost
 
 
-def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path):
+def test_a_signal_ends_application_and_editor(tmp_path):
     editor = "import sys, time; print('editing', flush=True); time.sleep(3600)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(editor)}"
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color", VISUAL=command, TMPDIR=str(tmp_path)))
@@ -159,4 +159,4 @@ def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path):
     assert len(started) == 2
     assert not [pid for pid in started if is_alive(pid)]
     assert not list(tmp_path.glob("*.md"))
-    assert not kept(run.written)
+    assert not modes_left_on(run.written)

@@ -136,48 +136,48 @@ SIZES = ((80, 24), (120, 40), (200, 60))
 
 
 @pytest.mark.parametrize("size", SIZES, ids="{0[0]}x{0[1]}".format)
-async def test_the_screens_are_as_they_were(still, size):
+async def test_screens_match_their_snapshots(still, size):
     config, update = still
-    app, different = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
+    app, differences = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
 
-    async def see(name):
+    async def check(name):
         file = SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt"
-        patience_s = SETTLED_S if any(different) else PATIENCE_S  # it fails already
-        different.append(await difference(app, file, update, patience_s))
+        patience_s = SETTLED_S if any(differences) else PATIENCE_S  # it fails already
+        differences.append(await difference(app, file, update, patience_s))
 
     async with app.run_test(size=size) as pilot:
         chat = app.controller
         chat.archive.search = found_conversations
         chat.state.gpu_history = history()
         await chat.handle(LOADED)
-        await see("first")
+        await check("first")
         await answered(app)
-        await see("answer")
+        await check("answer")
         await switched(app)
-        await see("switch")
+        await check("switch")
         for key, name in OVERLAYS.items():
             press(app, key)
-            await see(name)
+            await check(name)
             press(app, "escape")
             await pilot.pause()
         await compared(app)
-        await see("compare")
+        await check("compare")
         press(app, "escape")
         await failed(app)
-        await see("error")
+        await check("error")
         await out_of_memory(app)
-        await see("ways-out")
+        await check("ways-out")
         await needle(app)
-        await see("needle")
+        await check("needle")
         press(app, "escape")
         press(app, "f9")
         await wait_for(lambda: opened(app, ConversationsScreen))
         press(app, *"cat")
-        await see("search")
+        await check("search")
         press(app, "escape")
         await replayed(app)
-        await see("replay")
-    assert not any(different), "\n\n".join(filter(None, different))
+        await check("replay")
+    assert not any(differences), "\n\n".join(filter(None, differences))
 
 
 OVERLAYS = {"f1": "help", "f2": "settings", "ctrl+o": "models", "f9": "conversations", "shift+f7": "details"}
@@ -194,13 +194,13 @@ async def found_conversations(text: str) -> list[Summary]:
 
 def history() -> GpuHistory:
     """A minute of readings, so recent that the snapshots add none."""
-    kept = GpuHistory(clock=lambda: 0.0)
-    kept.note(Gpu("RTX 4070", 1), None)
-    kept.moments.clear()
-    kept.moments.extend(
+    readings = GpuHistory(clock=lambda: 0.0)
+    readings.note(Gpu("RTX 4070", 1), None)
+    readings.moments.clear()
+    readings.moments.extend(
         Moment((3 + at // 10) * GiB, 12 * GiB, at * 3 % 100, 60.0 + at, at % 11 * GiB) for at in range(60)
     )
-    return kept
+    return readings
 
 
 async def answered(app: KvchatApp) -> None:

@@ -56,7 +56,7 @@ async def test_saved_conversations_are_found_and_opened(archive):
     assert (await archive.latest()).id == conversation.id
 
 
-async def test_what_was_said_before_it_is_open_is_saved_afterwards(archive):
+async def test_saves_before_opening_are_written_afterwards(archive):
     conversation = asked("one")
     await archive.save(conversation)
     with pytest.raises(StoreError, match="not open yet"):
@@ -66,7 +66,7 @@ async def test_what_was_said_before_it_is_open_is_saved_afterwards(archive):
     assert (await archive.latest()).title == "one"
 
 
-async def test_what_cannot_be_saved_is_told_once_and_saved_later(archive, view, tmp_path):
+async def test_a_failed_save_is_reported_once_and_retried(archive, view, tmp_path):
     await archive.open()
     archive._store._db.execute("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
@@ -82,7 +82,7 @@ async def test_what_cannot_be_saved_is_told_once_and_saved_later(archive, view, 
     assert {summary.title for summary in await archive.search("")} == {"left", "current"}
 
 
-async def test_saving_twice_at_once_saves_all(archive, view):
+async def test_concurrent_saves_are_all_written(archive, view):
     await archive.open()
     first, second = asked("first"), asked("second")
     await asyncio.gather(*(archive.save(one) for one in (first, second, first)))
@@ -90,7 +90,7 @@ async def test_saving_twice_at_once_saves_all(archive, view):
     assert not view.toasts
 
 
-async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
+async def test_an_unusable_database_falls_back_to_memory(tmp_path, view):
     path = tmp_path / "chats.db"
     path.write_text("no database " * 1000)
     archive = Archive(path, view)
@@ -112,7 +112,7 @@ def lock(tmp_path):
     other.close()
 
 
-async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive, view, lock, monkeypatch, tmp_path):
+async def test_a_database_locked_at_start_is_used_once_free(archive, view, lock, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "BUSY_S", 0.01)
     await archive.open()
     assert "in memory until then" in view.toasts[0]
@@ -135,7 +135,7 @@ async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive,
     on_disk.close()
 
 
-async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, monkeypatch):
+async def test_closing_waits_for_a_locked_database(tmp_path, view, lock, monkeypatch):
     monkeypatch.setattr(store, "BUSY_S", 0.01)
     archive = Archive(tmp_path / "chats.db", view)
     await archive.open()
@@ -148,7 +148,7 @@ async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, 
     on_disk.close()
 
 
-async def test_a_database_on_a_full_disk_takes_all_once_there_is_room(archive, view, tmp_path):
+async def test_a_full_disk_is_retried_once_there_is_room(archive, view, tmp_path):
     ConversationStore(tmp_path / "chats.db").close()
     with full_disk():
         await archive.open()
@@ -160,7 +160,7 @@ async def test_a_database_on_a_full_disk_takes_all_once_there_is_room(archive, v
     on_disk.close()
 
 
-async def test_what_could_not_be_saved_is_opened_as_it_is(archive):
+async def test_unsaved_conversations_open_from_memory(archive):
     await archive.open()
     conversation = asked("one")
     await archive.save(conversation)
@@ -181,7 +181,7 @@ def busy(archive):
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["waiting", "being written"])
-async def test_what_a_canceled_save_has_not_written_is_saved_at_the_end(archive, busy, tmp_path, monkeypatch, begun):
+async def test_closing_writes_what_a_canceled_save_did_not(archive, busy, tmp_path, monkeypatch, begun):
     await archive.open()
     conversation, left = asked("one"), asked("left")
     await archive.save(conversation)
@@ -189,12 +189,12 @@ async def test_what_a_canceled_save_has_not_written_is_saved_at_the_end(archive,
     if begun:
         free, entered, save = threading.Event(), threading.Event(), archive._store.save
 
-        def slowly(changes):
+        def save_slowly(changes):
             entered.set()
             free.wait(60)
             save(changes)
 
-        monkeypatch.setattr(archive._store, "save", slowly)
+        monkeypatch.setattr(archive._store, "save", save_slowly)
     else:
         free = busy()
     saving = [asyncio.create_task(archive.save(one)) for one in (conversation, left)]
@@ -212,7 +212,7 @@ async def test_what_a_canceled_save_has_not_written_is_saved_at_the_end(archive,
     on_disk.close()
 
 
-async def test_what_was_said_while_it_was_being_opened_is_saved_at_the_end(archive, busy, tmp_path):
+async def test_closing_writes_saves_made_during_opening(archive, busy, tmp_path):
     free = busy()
     opening = asyncio.create_task(archive.open())
     await archive.save(asked("one"))
@@ -234,7 +234,7 @@ async def test_nothing_is_saved_after_closing(tmp_path, view):
     store.close()
 
 
-async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, view, monkeypatch):
+async def test_a_database_still_opening_is_closed(tmp_path, view, monkeypatch):
     begun, go, closed = threading.Event(), threading.Event(), []
 
     class Slow(ConversationStore):
@@ -257,15 +257,15 @@ async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, vie
     assert len(closed) == 1
 
 
-async def test_what_changes_while_it_is_written_is_written_too(archive, monkeypatch):
+async def test_changes_during_a_save_are_saved(archive, monkeypatch):
     await archive.open()
     conversation, written, save = asked("one"), threading.Event(), ConversationStore.save
 
-    def slow(store, changes):
+    def save_slowly(store, changes):
         written.wait()
         save(store, changes)
 
-    monkeypatch.setattr(ConversationStore, "save", slow)
+    monkeypatch.setattr(ConversationStore, "save", save_slowly)
     first = asyncio.ensure_future(archive.save(conversation))
     await asyncio.sleep(0)  # it has taken the changes and waits for the disk
     conversation.answer("the ", "stopped")
@@ -309,8 +309,8 @@ def kill(folder: Path, victim: str, number: int) -> Loss:
     finally:
         program.close()
     store = ConversationStore(folder / "chats.db")
-    kept = store.latest()
-    question, *answers = store.load(kept.id).path
+    saved = store.latest()
+    question, *answers = store.load(saved.id).path
     store.close()
     text = answers[0].text if answers else ""
     assert question.text == "slow"
@@ -326,7 +326,7 @@ def test_text_survives_kills(tmp_path, victim, count):
     losses = [kill(tmp_path / str(number), victim, number) for number in range(KILLS)]
     count["kills"] += len(losses)
     seconds, characters = sorted(one.seconds for one in losses), sorted(one.characters for one in losses)
-    told = f"median {median(seconds):.2f} s ({median(characters):.0f} characters), worst {seconds[-1]:.2f} s"
-    print(f"{victim} killed {KILLS} times: {told} ({characters[-1]})")  # noqa: T201  # what a long run lost
+    summary = f"median {median(seconds):.2f} s ({median(characters):.0f} characters), worst {seconds[-1]:.2f} s"
+    print(f"{victim} killed {KILLS} times: {summary} ({characters[-1]})")  # noqa: T201  # what a long run lost
     if KILLS > 1:
         assert seconds[-1] <= MOST_S

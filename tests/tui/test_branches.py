@@ -35,7 +35,7 @@ def branches(talk):
     return talk.controller.branches
 
 
-async def test_all_need_an_engine_at_rest_and_something_said(chat):
+async def test_branch_commands_need_an_idle_engine_and_messages(chat):
     branches = chat.controller.branches
     for act in (branches.regenerate, branches.resume, branches.undo, lambda: branches.select_sibling(1)):
         with pytest.raises(UsageError, match="busy"):
@@ -67,7 +67,7 @@ async def test_regenerating_keeps_the_answer_as_a_sibling(talk, branches):
     assert talk.turns[-1] == "zwei"
 
 
-async def test_regenerating_stopped_before_the_first_word_shows_the_earlier_answer(talk, branches):
+async def test_stopping_a_regeneration_early_restores_the_answer(talk, branches):
     await branches.regenerate()
     await talk.controller.handle(done("", "stopped"))
     assert talk.turns == ["one", "1", "two", "2"]
@@ -87,7 +87,7 @@ async def answered(talk):
     return last
 
 
-async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for_the_next_one(talk, answered):
+async def test_an_unanswered_question_is_replaced_by_the_next(talk, answered):
     assert talk.turns[-1] == "three"
     await talk.ask("four")
     assert talk.view.shown[-1] == ([], [], answered)
@@ -96,7 +96,7 @@ async def test_a_question_left_before_its_answer_began_leaves_the_transcript_for
     assert talk.turns[-1] == "four", "its answer has begun"
 
 
-async def test_a_question_that_came_with_its_conversation_leaves_the_transcript_if_stopped(talk, branches, answered):
+async def test_stopping_removes_a_reopened_unanswered_question(talk, branches, answered):
     await branches.regenerate()
     await talk.controller.handle(done("", "stopped"))
     assert talk.view.shown[-1] == ([], [], answered)
@@ -118,7 +118,7 @@ def while_clearing(talk, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "last"), [("regenerate", "two"), ("resume", "2")])
-async def test_what_is_asked_while_an_answer_makes_room_waits(talk, branches, while_clearing, command, last):
+async def test_questions_during_clearing_are_queued(talk, branches, while_clearing, command, last):
     while_clearing(lambda: talk.ask("three"))
     await getattr(branches, command)()
     assert (talk.client.sent[-1].turns[-1].content, talk.view.queue) == (last, (1, False))
@@ -127,9 +127,7 @@ async def test_what_is_asked_while_an_answer_makes_room_waits(talk, branches, wh
 
 
 @pytest.mark.parametrize("command", ["regenerate", "resume"])
-async def test_a_conversation_begun_while_an_answer_makes_room_is_asked_nothing(
-    talk, branches, while_clearing, command
-):
+async def test_a_new_conversation_during_clearing_is_asked_nothing(talk, branches, while_clearing, command):
     sent = list(talk.client.sent)
     while_clearing(talk.controller.new)
     await getattr(branches, command)()
@@ -137,7 +135,7 @@ async def test_a_conversation_begun_while_an_answer_makes_room_is_asked_nothing(
     assert talk.view.answers[-1].removed
 
 
-async def test_a_chosen_question_is_answered_again(talk, branches):
+async def test_the_selected_question_is_regenerated(talk, branches):
     path = talk.controller.state.conversation.path
     talk.view.chosen = path[1].id
     await branches.regenerate()
@@ -145,7 +143,7 @@ async def test_a_chosen_question_is_answered_again(talk, branches):
     assert talk.view.shown[-1] == ([], [], path[0].id)
 
 
-async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches):
+async def test_an_edited_question_starts_a_new_branch(talk, branches):
     path = talk.controller.state.conversation.path
     talk.view.chosen = path[0].id
     branches.edit()
@@ -166,7 +164,7 @@ async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches
     )
 
 
-async def test_a_branch_that_shares_nothing_has_no_figures_of_what_is_stored(talk, branches):
+async def test_an_unrelated_branch_shows_no_stored_figures(talk, branches):
     state = talk.controller.state
     await branches.regenerate()
     await talk.controller.handle(done("zwei"))
@@ -183,7 +181,7 @@ async def test_a_branch_that_shares_nothing_has_no_figures_of_what_is_stored(tal
     assert talk.view.snapshots[-1] is state.snapshot
 
 
-async def test_what_is_edited_stays_pinned(talk, branches):
+async def test_edited_messages_stay_pinned(talk, branches):
     conversation = talk.controller.state.conversation
     first = conversation.path[0]
     conversation.pin(first.id, True)
@@ -205,7 +203,7 @@ async def test_what_is_edited_stays_pinned(talk, branches):
     assert not conversation.path[-1].pinned
 
 
-async def test_what_is_edited_stays_pinned_also_where_it_waits(talk, branches):
+async def test_queued_edits_stay_pinned(talk, branches):
     conversation = talk.controller.state.conversation
     conversation.pin(conversation.path[2].id, True)
     branches.edit()
@@ -215,7 +213,7 @@ async def test_what_is_edited_stays_pinned_also_where_it_waits(talk, branches):
     assert talk.client.sent[-1].turns[-1] == Turn("user", "due", pinned=True)
 
 
-async def test_an_edited_question_leaves_no_answer_without_its_question(talk, branches):
+async def test_an_edit_waits_for_a_regeneration(talk, branches):
     branches.edit()
     await branches.regenerate()
     with pytest.raises(UsageError, match="busy"):
@@ -226,7 +224,7 @@ async def test_an_edited_question_leaves_no_answer_without_its_question(talk, br
     assert talk.turns == ["one", "1", "due"]
 
 
-async def test_editing_ends_without_a_trace(talk, branches):
+async def test_canceled_editing_leaves_no_trace(talk, branches):
     talk.view.prompt = "a draft"
     with pytest.raises(UsageError, match="another text"):
         branches.edit()
@@ -238,7 +236,7 @@ async def test_editing_ends_without_a_trace(talk, branches):
     assert talk.turns == ["one", "1", "two", "2", "three"]
 
 
-async def test_an_answer_is_gone_on_with(talk, branches):
+async def test_an_answer_is_resumed(talk, branches):
     await branches.resume()
     assert talk.client.sent[-1].turns[-1] == Turn("assistant", "2")
     assert talk.view.answers[-1].text == "2"
@@ -249,13 +247,13 @@ async def test_an_answer_is_gone_on_with(talk, branches):
     assert talk.turns == ["one", "1", "two", "2 and a half"]
 
 
-async def test_going_on_stopped_at_once_keeps_the_answer(talk, branches):
+async def test_stopping_a_continuation_keeps_the_answer(talk, branches):
     await branches.resume()
     await talk.controller.handle(done("", "stopped"))
     assert talk.turns == ["one", "1", "two", "2"]
 
 
-async def test_a_question_is_taken_back_and_stays_as_a_branch(talk, branches):
+async def test_an_undone_question_stays_as_a_branch(talk, branches):
     await branches.undo()
     assert talk.turns == ["one", "1"]
     assert talk.view.prompt == "two"
@@ -265,7 +263,7 @@ async def test_a_question_is_taken_back_and_stays_as_a_branch(talk, branches):
     assert talk.turns == ["one", "1", "two", "2"]
 
 
-async def test_while_the_engine_works_branches_wait(talk, branches):
+async def test_branch_commands_are_refused_while_the_engine_works(talk, branches):
     talk.controller.rebuild()
     assert talk.client.sent[-1] == Rebuild()
     assert talk.phase is Phase.PREFILL
@@ -273,7 +271,7 @@ async def test_while_the_engine_works_branches_wait(talk, branches):
         await branches.undo()
 
 
-async def test_an_answer_is_edited_and_gone_on_from_as_a_sibling(chat):
+async def test_an_edited_answer_continues_as_a_sibling(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(done("hi"))
@@ -298,7 +296,7 @@ def pinned(command):
     return [turn.content for turn in command.turns if turn.pinned]
 
 
-async def test_what_is_pinned_goes_to_the_engine_at_once_and_with_every_question(talk):
+async def test_pinned_messages_are_sent_to_the_engine(talk):
     chat, path = talk.controller, talk.controller.state.conversation.path
     talk.view.chosen = path[1].id
     await pin(chat, "")
@@ -315,7 +313,7 @@ async def test_what_is_pinned_goes_to_the_engine_at_once_and_with_every_question
     assert pinned(talk.client.sent[-1]) == ["1", "two"]
 
 
-async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(talk):
+async def test_pin_accepts_none_and_system(talk):
     await pin(talk.controller, "1")
     await pin(talk.controller, "2")
     await pin(talk.controller, "none")
@@ -340,7 +338,7 @@ async def long_talk(talk):
     return talk
 
 
-async def test_more_than_half_of_the_context_is_refused_and_not_marked(long_talk):
+async def test_pinning_over_half_the_context_is_refused(long_talk):
     chat, path = long_talk.controller, long_talk.controller.state.conversation.path
     chat.state.info = replace(chat.state.info, context=16_384)
     sent = len(long_talk.client.sent)
@@ -355,7 +353,7 @@ async def test_more_than_half_of_the_context_is_refused_and_not_marked(long_talk
         await pin(chat, "3")
 
 
-async def test_the_first_question_is_left_to_the_engine_where_its_length_is_known_with_the_system_prompts_only(chat):
+async def test_the_engine_checks_pins_of_unknown_length(chat):
     await chat.load()
     chat.controller.state.info = replace(chat.controller.state.info, context=16_384)
     chat.controller.set_system("a long text")
@@ -369,7 +367,7 @@ async def test_the_first_question_is_left_to_the_engine_where_its_length_is_know
         await pin(chat.controller, "1")
 
 
-async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_on(talk):
+async def test_a_pin_refused_by_the_engine_is_removed(talk):
     await pin(talk.controller, "1")
     await pin(talk.controller, "2")
     refused = Failed("Too much is pinned.", "", "", TooMuchPinnedError.__name__, False)
@@ -380,7 +378,7 @@ async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_
     assert [message.pinned for message in talk.controller.state.conversation.path] == [True, False, False, False]
 
 
-async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuses(talk):
+async def test_a_refusal_keeps_pins_of_other_branches(talk):
     chat = talk.controller
     await pin(chat, "2")
     before = chat.state.conversation.path[2]
@@ -391,12 +389,12 @@ async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuse
 
 
 @pytest.mark.parametrize("argument", ["0", "3", "-1", "cat"])
-async def test_a_question_that_is_not_there_is_refused(talk, argument):
+async def test_pinning_a_missing_question_is_refused(talk, argument):
     with pytest.raises(UsageError, match="2 questions"):
         await pin(talk.controller, argument)
 
 
-async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
+async def test_pins_are_saved_with_the_conversation(talk, tmp_path):
     conversation = talk.controller.state.conversation
     await pin(talk.controller, "1")
     store = ConversationStore(tmp_path / "kept.db")
@@ -409,7 +407,7 @@ async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
     store.close()
 
 
-async def test_queued_questions_stay_where_others_make_room_until_another_conversation_is_shown(running):
+async def test_queued_questions_survive_branch_changes(running):
     def shown():
         return [(question.text, question.queued) for question in app.chat.query(Question)]
 
@@ -435,7 +433,7 @@ async def test_queued_questions_stay_where_others_make_room_until_another_conver
         assert shown() == []
 
 
-async def test_a_pinned_message_is_marked_where_it_stands(running):
+async def test_a_pinned_message_is_marked_in_the_transcript(running):
     async with running() as (app, pilot, until):
         await ask(app, "hello there")
         transcript = app.chat.query_one(Transcript)

@@ -48,7 +48,7 @@ async def reports_of(output: bytes) -> tuple[list[Report], bool]:
 
 @fuzzed
 @given(body=bodies(EVENTS) | bodies(get_args(Command)))
-def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count, body):
+def test_a_frame_is_an_event_or_ends_the_engine(count, body):
     count["frames"] += 1
     reports, killed = asyncio.run(reports_of(framed(body)))
     assert isinstance(reports[-1], Crashed)
@@ -63,14 +63,14 @@ def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count, body):
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(EVENTS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_comes_to_an_end(count, stream):
+def test_any_byte_stream_terminates(count, stream):
     count["streams of bytes"] += 1
     reports, _ = asyncio.run(reports_of(stream))
     assert isinstance(reports[-1], Crashed)
 
 
 @pytest.mark.slow("hundreds of events are drawn")
-async def test_any_event_is_drawn(running, count):
+async def test_absurd_events_do_not_crash(running, count):
     """Events of the right types with absurd values neither end the application nor stop it listening."""
     found = []
 
@@ -92,7 +92,7 @@ async def test_any_event_is_drawn(running, count):
         await until(lambda: app.client._put(Loading("the end")) or app.controller.state.stage == "the end")
 
 
-async def test_an_engine_that_babbles_without_end_is_ended(tmp_path):
+async def test_an_endlessly_writing_engine_is_ended(tmp_path):
     babble = f"import sys\nwhile True: sys.stdout.buffer.write({framed(b'[]')!r} * 10_000)"
     client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
     await client.start()
@@ -102,7 +102,7 @@ async def test_an_engine_that_babbles_without_end_is_ended(tmp_path):
     await client.close()
 
 
-async def test_a_header_above_the_limit_is_refused_at_once():
+async def test_an_oversized_header_is_rejected_at_once():
     reports, killed = await reports_of(struct.pack(">I", wire.MAX_MESSAGE_BYTES + 1))
     assert killed
     assert "protocol" in reports[-1].log[0]

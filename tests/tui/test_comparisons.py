@@ -58,7 +58,7 @@ async def talk(chat):
     return chat
 
 
-async def test_an_engine_that_is_restarted_ends_the_comparison(talk):
+async def test_restarting_the_engine_ends_the_comparison(talk):
     talk.controller.comparisons.begin([])
     shown = talk.view.comparisons[-1]
     await talk.controller.restart()
@@ -67,7 +67,7 @@ async def test_an_engine_that_is_restarted_ends_the_comparison(talk):
     assert talk.view.comparisons[-1] is shown
 
 
-async def test_the_last_question_is_compared_with_one_seed(talk):
+async def test_the_last_question_is_compared_with_a_fixed_seed(talk):
     talk.controller.comparisons.begin([Variant("streaming", {"budget": 256})])
     sent = talk.client.sent[-1]
     assert isinstance(sent, Compare)
@@ -80,13 +80,13 @@ async def test_the_last_question_is_compared_with_one_seed(talk):
         talk.controller.comparisons.begin([])
 
 
-async def test_the_chosen_question_is_compared(talk):
+async def test_the_selected_question_is_compared(talk):
     talk.view.chosen = talk.controller.state.conversation.path[1].id
     talk.controller.comparisons.begin([])
     assert talk.client.sent[-1].turns[-1] == Turn("user", "one")
 
 
-async def test_progress_and_result_are_shown_and_the_chat_stays_as_it_was(talk):
+async def test_a_comparison_shows_progress_without_changing_the_chat(talk):
     handle, shown = talk.controller.handle, len(talk.view.snapshots)
     talk.controller.comparisons.begin([])
     await handle(Prefilled(3, 9))
@@ -105,7 +105,7 @@ async def test_progress_and_result_are_shown_and_the_chat_stays_as_it_was(talk):
     assert talk.phase is Phase.READY
 
 
-async def test_a_question_typed_meanwhile_is_asked_afterwards(talk):
+async def test_questions_during_a_comparison_are_queued(talk):
     talk.controller.comparisons.begin([])
     await talk.ask("three")
     await talk.controller.handle(Compared(()))
@@ -113,7 +113,7 @@ async def test_a_question_typed_meanwhile_is_asked_afterwards(talk):
 
 
 @pytest.mark.parametrize("end", [Failed("Memory is short."), Crashed(-9, ())])
-async def test_a_failure_ends_it_with_a_reason(talk, end):
+async def test_a_failure_ends_the_comparison_with_an_error(talk, end):
     talk.controller.comparisons.begin([])
     await talk.controller.handle(end)
     running = talk.view.comparisons[-1]
@@ -123,7 +123,7 @@ async def test_a_failure_ends_it_with_a_reason(talk, end):
     assert talk.view.errors
 
 
-async def test_a_needle_is_hidden_and_every_mode_asked_for_it(talk):
+async def test_every_mode_is_asked_for_the_hidden_needle(talk):
     talk.controller.comparisons.search_needle(2000)
     hide = talk.client.sent[-1]
     assert isinstance(hide, HideNeedle)
@@ -139,7 +139,7 @@ async def test_a_needle_is_hidden_and_every_mode_asked_for_it(talk):
     assert talk.phase is Phase.READY
 
 
-async def test_a_needle_stopped_before_it_is_hidden_is_not_asked_for(talk):
+async def test_a_stopped_needle_search_asks_no_mode(talk):
     talk.controller.comparisons.search_needle(2000)
     talk.controller.comparisons.stop()
     await talk.controller.handle(NeedleHidden((Turn("user", "What?"),), "12345", 24))
@@ -151,7 +151,7 @@ async def test_a_needle_stopped_before_it_is_hidden_is_not_asked_for(talk):
 # ---- What a comparison compares: as it is written, completed and with one seed
 
 
-def test_each_mode_is_followed_by_its_parameters():
+def test_variants_are_parsed_with_their_parameters():
     assert parse_variants([]) == []
     parsed = parse_variants(["streaming", "budget=256", "R=8", "speculative", "first_full=no", "full"])
     assert parsed == [
@@ -163,12 +163,12 @@ def test_each_mode_is_followed_by_its_parameters():
 
 
 @pytest.mark.parametrize("line", ["budget=256", "full " * (MAX_VARIANTS + 1)])
-def test_what_makes_no_sense_is_refused(line):
+def test_invalid_variants_are_rejected(line):
     with pytest.raises(UsageError):
         parse_variants(line.split())
 
 
-def test_at_least_two_different_variants():
+def test_variants_are_completed_to_two_different_ones():
     full, speculative, sync = Variant("full"), Variant("speculative"), Variant("sync")
     assert completed([], "full") == (full, speculative)
     assert completed([], "sync") == (full, sync)
@@ -183,7 +183,7 @@ def test_at_least_two_different_variants():
 # ---- A comparison while it is made: what it says is being done, and when it is over
 
 
-def test_the_stage_follows_the_engine_until_the_result_is_there():
+def test_the_stage_follows_the_engine_until_the_result():
     shown = RunningComparison("What?", "bundled", (Variant("full"), Variant("sync", {"budget": 128})), Sampling())
     assert "waiting" in shown.stage
     shown.read(1000, 2000)
@@ -208,7 +208,7 @@ def shown(app, selector: str) -> str:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
+async def test_f8_shows_both_answers_and_w_saves_them(running, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("words")
     async with running(size=size) as (app, _pilot, until):
@@ -216,12 +216,12 @@ async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, 
         press(app, "f8")
         await until(lambda: opened(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
         assert shown(app, "#question") == "[a.txt · 6 B]\nWhat is in a.txt?"
-        said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
-        await until(lambda: shown(app, "#answers Static") == said)
+        expected = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
+        await until(lambda: shown(app, "#answers Static") == expected)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
         await until(lambda: min(one.region.height, other.region.height) > 3)
-        is_beside = size[0] >= 100  # where there is room
-        await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (is_beside, is_beside))
+        adjacent = size[0] >= 100  # where there is room
+        await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (adjacent, adjacent))
         press(app, "w")
         await until(lambda: len(list(tmp_path.glob("comparison-*"))) == 2)
         press(app, "escape")
@@ -229,7 +229,7 @@ async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, 
         assert app.controller.state.phase is Phase.READY
 
 
-async def test_what_is_reported_while_the_screen_is_composed_is_drawn_when_it_is(running):
+async def test_progress_during_composition_is_drawn(running):
     async with running() as (app, _pilot, until):
         variants = tuple(map(Variant, ("full", "sync")))
         shown_now = RunningComparison("What?", "bundled", variants, Sampling())
@@ -280,7 +280,7 @@ async def test_every_mode_has_a_row_and_esc_closes(running):
         await until(lambda: app.screen is app.chat)
 
 
-async def test_a_needle_has_a_screen_of_its_own_over_a_comparison_and_below_another(running):
+async def test_the_needle_screen_opens_between_other_screens(running):
     async with running() as (app, _pilot, until):
         await ask(app, "hello")
         press(app, "f8")
@@ -292,33 +292,33 @@ async def test_a_needle_has_a_screen_of_its_own_over_a_comparison_and_below_anot
         assert [type(screen) for screen in app.screen_stack[-3:]] == [CompareScreen, NeedleScreen, SettingsScreen]
 
 
-def comparison(answers: dict[str, str]) -> RunningComparison:
+def needle_search(answers: dict[str, str]) -> RunningComparison:
     """A needle whose fact is Biscuit, with these answers by mode."""
     variants = tuple(map(Variant, answers))
     shown = RunningComparison("What is my cat called?", "m", variants, Sampling(), fact="Biscuit")
     stats = Stats(read_share=0.25, recalled_bytes=2**20, decode_tokens_per_s=41.5)
-    shown.finish(Compared(tuple(Run(mode, {}, (said,), "eos", stats) for mode, said in answers.items()), 2000))
+    shown.finish(Compared(tuple(Run(mode, {}, (answer,), "eos", stats) for mode, answer in answers.items()), 2000))
     return shown
 
 
 @pytest.mark.parametrize("room", [30, 50, 74, 86])
-def test_the_figures_keep_their_width_under_long_answers(room):
+def test_long_answers_do_not_squeeze_the_figures(room):
     console = Console(width=room, file=io.StringIO())
     console.print(
-        needle_table(comparison(dict.fromkeys(modes.mode_names(), "It is Biscuit. " * 40)), "green", "red", room)
+        needle_table(needle_search(dict.fromkeys(modes.mode_names(), "It is Biscuit. " * 40)), "green", "red", room)
     )
-    said = console.file.getvalue()
-    assert all(f"{mode} " in said for mode in modes.mode_names())
-    assert said.count("✓ found") == 5
-    assert said.count("25 %") == 5
-    assert said.count("41.5") == (5 if room >= 74 else 0)
+    table = console.file.getvalue()
+    assert all(f"{mode} " in table for mode in modes.mode_names())
+    assert table.count("✓ found") == 5
+    assert table.count("25 %") == 5
+    assert table.count("41.5") == (5 if room >= 74 else 0)
 
 
-def test_where_full_mode_misses_one_sentence_says_what_that_means():
-    missed = verdict(comparison({"full": "I do not know.", "sync": "biscuit"}))
+def test_a_miss_in_full_mode_is_explained():
+    missed = verdict(needle_search({"full": "I do not know.", "sync": "biscuit"}))
     assert missed.startswith("full ")
     assert missed.count(".") == 1
-    assert not lacks(verdict(comparison({"full": "biscuit", "sync": "No."})), "full found", "25 %", "sliding window")
+    assert not lacks(verdict(needle_search({"full": "biscuit", "sync": "No."})), "full found", "25 %", "sliding window")
 
 
 # ---- Rows of a needle search: waiting, found, missed, refused

@@ -41,7 +41,7 @@ async def test_starting_loads_the_model(chat):
     assert chat.phase is Phase.READY
 
 
-async def test_an_engine_that_cannot_be_started_gives_the_question_back(chat):
+async def test_an_engine_that_cannot_start_returns_the_question(chat):
     chat.client.start_error = EngineError("The engine cannot start.")
     await chat.ask("hello")
     await chat.controller.start()
@@ -59,11 +59,11 @@ async def test_a_lost_log_is_reported_once(chat):
     await chat.controller.start()
     await chat.controller.restart()
     await chat.engine_ended()
-    (told,) = chat.view.toasts
-    assert told.startswith("A problem.")
+    (toast,) = chat.view.toasts
+    assert toast.startswith("A problem.")
 
 
-async def test_unloading_ends_the_engine_and_the_next_question_starts_one(chat):
+async def test_a_question_after_unloading_restarts_the_engine(chat):
     await chat.load()
     await chat.ask("one")
     with pytest.raises(UsageError, match="busy"):
@@ -78,12 +78,12 @@ async def test_unloading_ends_the_engine_and_the_next_question_starts_one(chat):
     assert chat.turns == ["one", "hi", "two"]
 
 
-async def test_nothing_waits_for_the_end_of_an_engine(chat):
+async def test_the_chat_does_not_wait_for_an_engine_to_exit(chat):
     await chat.load()
     chat.client.ended.clear()
     await chat.controller.unload()
-    (told,) = chat.view.notes
-    assert (chat.phase, "unloaded" in told) == (Phase.DOWN, True)
+    (note,) = chat.view.notes
+    assert (chat.phase, "unloaded" in note) == (Phase.DOWN, True)
     await chat.ask("one")
     await chat.controller.restart()
     await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def test_nothing_waits_for_the_end_of_an_engine(chat):
     chat.client.ended.set()
     await chat.engine_ended()
     assert {type(command) for command in chat.client.sent} == {Load}
-    assert chat.view.notes == [told], "nothing after the question"
+    assert chat.view.notes == [note], "nothing after the question"
 
 
 async def test_a_question_is_sent_with_the_whole_conversation(chat):
@@ -110,7 +110,7 @@ async def test_a_question_is_sent_with_the_whole_conversation(chat):
     assert chat.phase is Phase.PREFILL
 
 
-async def test_stopping_is_sent_only_during_an_answer(chat):
+async def test_stop_is_sent_only_during_an_answer(chat):
     await chat.load()
     chat.controller.stop()
     assert not chat.client.sent
@@ -119,7 +119,7 @@ async def test_stopping_is_sent_only_during_an_answer(chat):
     assert chat.client.sent[-1] == Stop()
 
 
-async def test_rebuilding_needs_an_engine_that_is_ready_and_a_question(chat):
+async def test_rebuilding_needs_a_ready_engine_and_a_question(chat):
     with pytest.raises(UsageError, match="busy"):
         chat.controller.rebuild()
     await chat.load()
@@ -135,7 +135,7 @@ async def test_rebuilding_needs_an_engine_that_is_ready_and_a_question(chat):
     assert (chat.phase, chat.controller.state.stage) == (Phase.READY, "")
 
 
-async def test_switching_is_checked_before_it_is_sent(chat):
+async def test_switches_are_validated_before_sending(chat):
     with pytest.raises(UsageError, match="not loaded"):
         chat.controller.switch("streaming")
     await chat.load()
@@ -148,7 +148,7 @@ async def test_switching_is_checked_before_it_is_sent(chat):
     assert chat.client.sent == [Switch("streaming", {"budget": 128})]
 
 
-async def test_switching_by_steps_counts_from_the_mode_last_asked_for(chat):
+async def test_mode_steps_start_from_the_last_requested_mode(chat):
     await chat.load()
     names = mode_names()
     for _ in range(3):
@@ -160,7 +160,7 @@ async def test_switching_by_steps_counts_from_the_mode_last_asked_for(chat):
     assert chat.client.sent[-1].mode == names[-1]
 
 
-async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(chat):
+async def test_deferred_parameters_go_to_the_first_matching_mode(chat):
     await chat.load()
     chat.controller.set_later("window", 96)
     with pytest.raises(UsageError):
@@ -173,7 +173,7 @@ async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(c
     assert [command.params for command in chat.client.sent] == [{"K": 96}, {"window": 96, "budget": 512}, {}]
 
 
-async def test_what_came_of_an_engine_that_is_being_ended_does_not_make_the_chat_ready(chat, monkeypatch):
+async def test_reports_of_an_ending_engine_are_ignored(chat, monkeypatch):
     await chat.load()
     chat.client.ended.clear()
     batches = [[Recovered("RR", "entropy", 3.4, 40), Rebuilt(12, 0.25)]]
@@ -196,7 +196,7 @@ async def test_what_came_of_an_engine_that_is_being_ended_does_not_make_the_chat
     chat.client.ended.set()
 
 
-async def test_a_restart_keeps_mode_values_and_conversation(chat):
+async def test_a_restart_keeps_mode_parameters_and_conversation(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(DONE)
@@ -220,7 +220,7 @@ async def test_peeking_is_limited_and_needs_a_model(chat):
     assert chat.client.sent == [Peek(64, 64 + PEEK_TOKENS)]
 
 
-async def test_panels_show_nothing_of_the_conversation_before(chat):
+async def test_panels_show_nothing_of_the_previous_conversation(chat):
     snapshot = Snapshot("full", {}, 9.0, 9, 100, 1, 1, ribbon="D", attended="9")
     await chat.load()
     await chat.ask("one")
@@ -233,7 +233,7 @@ async def test_panels_show_nothing_of_the_conversation_before(chat):
     assert (shown.total, shown.ribbon, shown.kv_host_bytes) == (0, "", 1)
 
 
-async def test_a_preset_brings_back_system_prompt_sampling_and_mode(chat):
+async def test_a_preset_restores_system_prompt_sampling_and_mode(chat):
     await chat.load()
     controller, state = chat.controller, chat.controller.state
     controller.set_system("You write code.")
@@ -253,7 +253,7 @@ async def test_a_preset_brings_back_system_prompt_sampling_and_mode(chat):
     assert state.sampling.top_k == 0
 
 
-async def test_a_preset_changes_nothing_where_its_mode_is_refused(chat):
+async def test_a_preset_with_a_refused_mode_changes_nothing(chat):
     chat.controller.save_preset("coder")
     chat.controller.set_system("You write code.")
     with pytest.raises(UsageError):  # no model is loaded yet
@@ -264,7 +264,7 @@ async def test_a_preset_changes_nothing_where_its_mode_is_refused(chat):
 FULL_BY_AUTO = "auto: full, 12 ms a token"
 
 
-async def test_in_auto_what_a_later_mode_takes_is_told_at_once(chat):
+async def test_auto_receives_parameters_of_later_modes_at_once(chat):
     await chat.load(auto=FULL_BY_AUTO)
     chat.controller.set_parameter("budget", 512)
     chat.controller.set_for_mode("speculative", "window", 64)
@@ -285,14 +285,14 @@ async def test_in_auto_what_a_later_mode_takes_is_told_at_once(chat):
         chat.controller.set_for_mode("speculative", "window", -1)
 
 
-async def test_what_was_kept_for_a_mode_goes_with_auto(chat):
+async def test_deferred_parameters_are_sent_with_auto(chat):
     await chat.load()
     chat.controller.set_for_mode("speculative", "window", 64)
     chat.controller.switch("auto", {"tokens_per_s": 5})
     assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5, "speculative": {"window": 64}})]
 
 
-async def test_what_was_kept_for_several_of_auto_s_modes_goes_to_each_that_accepts_it(chat):
+async def test_auto_gives_deferred_parameters_to_each_accepting_mode(chat):
     await chat.load()
     for name, value in (("profile", "paper"), ("sink", 8), ("mem", 0.7), ("budget", 512), ("window", 64)):
         chat.controller.set_later(name, value)
@@ -307,7 +307,7 @@ async def test_what_was_kept_for_several_of_auto_s_modes_goes_to_each_that_accep
     assert (chat.controller.state.later, chat.controller.state.awaiting) == ({}, {})
 
 
-async def test_a_preset_of_auto_keeps_the_budget_and_what_was_asked_for_in_its_modes(chat):
+async def test_an_auto_preset_keeps_shared_and_mode_parameters(chat):
     await chat.load(auto=FULL_BY_AUTO)
     given = {"speculative": {"budget": 512, "window": 64}, "auto": {"recovery": True}}
     shared, own = {"budget": 512, "recovery": True}, {"speculative": {"window": 64}}
@@ -319,13 +319,13 @@ async def test_a_preset_of_auto_keeps_the_budget_and_what_was_asked_for_in_its_m
     assert chat.client.sent == [Switch("auto", shared), Switch("auto", own)]
 
 
-async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
+async def test_set_in_auto_changes_auto_or_its_mode(chat):
     await chat.load(auto=FULL_BY_AUTO)
-    run = chat.controller.set_parameter
+    set_parameter = chat.controller.set_parameter
     assert "tokens_per_s" in chat.controller.state.parameters
     assert arguments.in_words(chat.controller.state, "tokens_per_s") == "10.0"
-    run("tokens_per_s", 5)
-    run("draft", "lookup")
+    set_parameter("tokens_per_s", 5)
+    set_parameter("draft", "lookup")
     assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("", {"draft": "lookup"})]
 
 
@@ -333,7 +333,7 @@ async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
 
 
 @pytest.mark.parametrize(
-    ("mode", "budget", "said", "offered"),
+    ("mode", "budget", "text", "offered"),
     [
         ("speculative", 512, "so far", [("/budget 256", "/continue"), ("/mode streaming", "/continue"), ("/unload",)]),
         ("streaming", 512, "", [("/budget 256",), ("/unload",)]),
@@ -341,34 +341,34 @@ async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
         ("speculative", 1, "", [("/mode streaming",), ("/unload",)]),
     ],
 )
-async def test_where_memory_ran_out_commands_are_offered(chat, mode, budget, said, offered):
+async def test_out_of_memory_offers_commands_that_need_less(chat, mode, budget, text, offered):
     await chat.load(mode=mode, params={} if budget is None else {"budget": budget})
     await chat.ask("hello")
-    if said:
-        await chat.controller.handle(Text(said, 1))
+    if text:
+        await chat.controller.handle(Text(text, 1))
     await chat.controller.handle(Failed("Memory ran out while decoding.", kind="OutOfMemoryError"))
     assert chat.view.remedies == offered
 
 
 @pytest.mark.parametrize(
-    ("crashed", "is_told"),
+    ("crashed", "is_suspected"),
     [
         (Crashed(-9, ()), True),  # by the system
         (Crashed(-6, ("memory allocation of 557072 bytes failed", "Fatal Python error: Aborted")), True),
         (Crashed(-11, ("Fatal Python error: Segmentation fault",)), False),
     ],
 )
-async def test_where_memory_may_have_ended_the_engine_commands_are_offered(chat, crashed, is_told):
+async def test_a_likely_out_of_memory_crash_offers_commands(chat, crashed, is_suspected):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")
     await chat.controller.handle(Text("so far", 1))
     await chat.controller.handle(crashed)
     offered = [("/budget 256", "/continue"), ("/mode streaming", "/continue"), ("/unload",)]
-    assert ("Memory" in chat.view.errors[0].detail) == is_told
-    assert chat.view.remedies == (offered if is_told else [])
+    assert ("Memory" in chat.view.errors[0].detail) == is_suspected
+    assert chat.view.remedies == (offered if is_suspected else [])
 
 
-async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat):
+async def test_an_earlier_answer_is_not_offered_to_be_resumed(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(Text("first", 1))
@@ -380,14 +380,14 @@ async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat
 
 
 @pytest.mark.parametrize(("kind", "offered"), [("DoesNotFitError", []), ("ContextFullError", [("/mode streaming",)])])
-async def test_at_the_end_of_the_context_the_mode_that_has_none_is_offered(chat, kind, offered):
+async def test_a_full_context_offers_a_mode_without_limit(chat, kind, offered):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")
     await chat.controller.handle(Failed("The prompt is too long.", kind=kind))
     assert chat.view.remedies == offered
 
 
-async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(chat, tmp_path):
+async def test_forcing_a_too_large_model_is_offered_once(chat, tmp_path):
     await chat.load()
     too_large = Failed("It does not fit.", kind="DoesNotFitError")
     await chat.controller.models.choose(str(tmp_path), {"quantize": "int8"})

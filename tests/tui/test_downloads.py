@@ -23,7 +23,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.skipif("KVCHAT_TEST_DOWNLOADS" not in os.environ, reason="KVCHAT_TEST_DOWNLOADS is not set")
 @pytest.mark.slow("a download is slowed down to be seen")
-async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
+async def test_a_stopped_download_is_resumed(running, hub):
     hub.pause = 0.02
     async with running(size=(80, 24)) as (app, _pilot, until):
         press(app, "ctrl+o", *"org/model", "enter")
@@ -41,7 +41,7 @@ async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
 
 
 @pytest.mark.slow("a process asks the hub")
-async def test_what_the_hub_refuses_is_told(running, hub):
+async def test_a_gated_model_is_reported(running, hub):
     """``tests/models/test_catalog.py`` tests other refusals."""
     hub.name, hub.gated = "org/gated", True
     async with running() as (app, _pilot, until):

@@ -32,11 +32,11 @@ def closed_and_tail(text: str) -> tuple[str, str]:
         ("~~~\n```\n~~~\nx", "~~~\n```\n~~~\nx", ""),
     ],
 )
-def test_open_blocks_wait(text, closed, tail):
+def test_open_blocks_are_held_back(text, closed, tail):
     assert closed_and_tail(text) == (closed, tail)
 
 
-def fed(pieces):
+def closed_after_each(pieces):
     """The closed text after each piece, if only the rest is looked at again."""
     text = closed = ""
     for piece in pieces:
@@ -47,9 +47,9 @@ def fed(pieces):
 
 
 @given(st.lists(st.sampled_from(["`", "```", "\n", "|", "text ", "~~~", "- ", "\n\n"]), max_size=40))
-def test_pieces_in_any_cut_give_the_same_text(pieces):
-    assert all(text.startswith(closed) for closed, text in fed(pieces))
+def test_closed_text_is_always_a_prefix(pieces):
+    assert all(text.startswith(closed) for closed, text in closed_after_each(pieces))
 
 
 def test_a_fence_fed_by_character_never_leaks():
-    assert [closed for closed, _ in fed("see:\n```py\ny | z\n")][-1] == "see:\n"
+    assert [closed for closed, _ in closed_after_each("see:\n```py\ny | z\n")][-1] == "see:\n"

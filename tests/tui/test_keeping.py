@@ -16,7 +16,7 @@ from kvchat.tui.state import Phase
 DONE = Finished("eos", "hi", Stats(generated_tokens=1))
 
 
-async def test_a_new_conversation_stops_and_forgets(chat):
+async def test_a_new_conversation_stops_the_running_answer(chat):
     await chat.load()
     await chat.ask("one")
     await chat.ask("queued")
@@ -29,7 +29,7 @@ async def test_a_new_conversation_stops_and_forgets(chat):
     assert chat.view.answers[0].text == ""
 
 
-async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
+async def test_answers_are_saved_as_they_stream(chat, monkeypatch):
     monkeypatch.setattr(controller, "CHECKPOINT_S", 0.01)
     assert await chat.controller.open_archive(resume=True) is None
     assert "no earlier conversation" in chat.view.toasts[0]
@@ -45,7 +45,7 @@ async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
     await chat.controller.close()
 
 
-async def test_another_conversation_is_opened_at_the_message_found(chat):
+async def test_a_conversation_opens_at_the_found_message(chat):
     await chat.controller.open_archive()
     await chat.load()
     with pytest.raises(UsageError, match="no earlier"):
@@ -68,14 +68,14 @@ async def test_another_conversation_is_opened_at_the_message_found(chat):
     await chat.controller.close()
 
 
-async def test_the_system_prompt_given_by_hand_goes_into_new_conversations(chat):
+async def test_new_conversations_keep_the_system_prompt(chat):
     await chat.load()
     chat.controller.set_system("be brief")
     await chat.controller.new()
     assert chat.controller.state.conversation.system == "be brief"
 
 
-async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat, tmp_path):
+async def test_opening_a_conversation_restores_its_stored_kv(chat, tmp_path):
     await chat.controller.archive.open()
     await chat.load()
     await chat.controller.ask("hello")
@@ -95,7 +95,7 @@ async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat
     assert Forget(first.id) in chat.client.sent
 
 
-async def test_figures_stay_where_the_conversation_goes_on_and_are_gone_in_another(chat):
+async def test_figures_stay_only_within_a_conversation(chat):
     await chat.controller.archive.open()
     await chat.load()
     await chat.ask("hello")
@@ -130,15 +130,15 @@ async def in_speculative(chat):
     return chat.controller.state.conversation.id
 
 
-async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_and_says_so(chat):
-    kept = await in_speculative(chat)
+async def test_reopening_a_conversation_restores_its_mode(chat):
+    saved_id = await in_speculative(chat)
     await chat.controller.new()
     given = {"speculative": {"budget": 512, "tau": 0.5}}
     await chat.controller.handle(Switched("speculative", "full", {}, 0, 0, 0.0, given=given))
     await chat.ask("two")
     await chat.controller.handle(DONE)
     chat.client.sent.clear()
-    await chat.controller.open(kept)
+    await chat.controller.open(saved_id)
     assert switches(chat) == [("speculative", {"budget": 128, "tau": None})]
     assert not chat.view.notes
     lines = len(chat.view.switches)
@@ -148,8 +148,8 @@ async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_a
     assert len(chat.view.switches) == lines, "it is said once"
     await chat.controller.open_last()
     assert switches(chat)[1:] == [("full", {})]
-    await chat.controller.open(kept)
-    assert (await chat.controller.archive.load(kept)).mode == "speculative", "a switch on its way is of another one"
+    await chat.controller.open(saved_id)
+    assert (await chat.controller.archive.load(saved_id)).mode == "speculative", "a switch on its way is of another one"
 
 
 @pytest.mark.parametrize(
@@ -161,38 +161,36 @@ async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_a
         ({"asked_params": {"speculative": {"budget": 256}}}, [("speculative", {"budget": 256})]),
     ],
 )
-async def test_the_latest_conversation_goes_on_in_its_mode_unless_another_is_asked_for(
-    config, chat_of, tmp_path, flags, sent
-):
+async def test_the_latest_conversation_keeps_its_mode_unless_overridden(config, chat_of, tmp_path, flags, sent):
     config = replace(config, database=tmp_path / "chats.db")
     first = chat_of(config)
     await in_speculative(first)
     await first.controller.close()
-    then = chat_of(replace(config, resume=True, **flags))
-    await then.controller.open_archive(resume=True)
-    assert switches(then) == [], "no model is ready"
-    await then.controller.start()
-    await then.load()
-    assert switches(then) == sent
-    await then.controller.close()
+    second = chat_of(replace(config, resume=True, **flags))
+    await second.controller.open_archive(resume=True)
+    assert switches(second) == [], "no model is ready"
+    await second.controller.start()
+    await second.load()
+    assert switches(second) == sent
+    await second.controller.close()
 
 
 FULL_BY_AUTO = "auto: full, 12 ms a token"
-OF_AUTO = {"auto": {"tokens_per_s": 5}, "speculative": {"window": 64, "budget": 512}}
+AUTO_PARAMS = {"auto": {"tokens_per_s": 5}, "speculative": {"window": 64, "budget": 512}}
 
 
 async def in_auto(chat):
     """The id of a saved conversation in auto, with a window for one of the modes that auto enters."""
     await chat.controller.open_archive()
     await chat.load()
-    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=OF_AUTO, auto=FULL_BY_AUTO))
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=AUTO_PARAMS, auto=FULL_BY_AUTO))
     await chat.ask("one")
     await chat.controller.handle(DONE)
     return chat.controller.state.conversation.id
 
 
-async def test_what_was_asked_for_in_the_modes_that_auto_enters_comes_back_with_it(chat):
-    kept = await in_auto(chat)
+async def test_reopening_restores_the_parameters_of_auto(chat):
+    saved_id = await in_auto(chat)
     assert chat.controller.state.conversation.params == {
         "tokens_per_s": 5,
         "budget": 512,
@@ -203,43 +201,43 @@ async def test_what_was_asked_for_in_the_modes_that_auto_enters_comes_back_with_
     await chat.ask("two")
     await chat.controller.handle(DONE)
     chat.client.sent.clear()
-    await chat.controller.open(kept)
+    await chat.controller.open(saved_id)
     asked = {"tokens_per_s": 5, "budget": 512, "sync": {"mem": None}, "speculative": {"window": 64}}
     assert switches(chat) == [("auto", asked)]
-    given = {**OF_AUTO, "sync": {"mem": None}}
+    given = {**AUTO_PARAMS, "sync": {"mem": None}}
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=given, auto=FULL_BY_AUTO))
     assert not lacks(" ".join(chat.view.notes[-2:]), "auto mode", "tokens_per_s 5", "speculative window 64")
 
 
-async def test_over_what_auto_s_modes_had_goes_what_the_command_line_asks_of_them(config, chat_of, tmp_path):
+async def test_command_line_parameters_override_those_of_auto(config, chat_of, tmp_path):
     config = replace(config, database=tmp_path / "chats.db")
     first = chat_of(config)
     await in_auto(first)
     await first.controller.close()
     asked = {"speculative": {"window": 96}, "sync": {"mem": 0.7}, "streaming": {"sigma": 8}}
-    then = chat_of(replace(config, resume=True, asked_params=asked))
-    await then.controller.open_archive(resume=True)
-    await then.controller.start()
-    await then.load()
+    second = chat_of(replace(config, resume=True, asked_params=asked))
+    await second.controller.open_archive(resume=True)
+    await second.controller.start()
+    await second.load()
     entered = {"speculative": {"window": 96}, "sync": {"mem": 0.7}}
-    assert switches(then) == [("auto", {"tokens_per_s": 5, "budget": 512, **entered})]
-    await then.controller.close()
+    assert switches(second) == [("auto", {"tokens_per_s": 5, "budget": 512, **entered})]
+    await second.controller.close()
 
 
-async def test_a_mode_that_is_gone_is_said_and_the_conversation_goes_on(chat):
-    kept = await in_speculative(chat)
+async def test_a_removed_mode_is_reported_on_reopening(chat):
+    saved_id = await in_speculative(chat)
     chat.controller.state.conversation.mode = "strided"
     await chat.controller.new()
     chat.client.sent.clear()
-    await chat.controller.open(kept)
+    await chat.controller.open(saved_id)
     assert switches(chat) == []
     assert "strided" in chat.view.notes[-1]
 
 
-async def test_what_a_pipe_asks_is_not_kept_unless_the_conversation_is_on_disk(config, chat_of, tmp_path):
+async def test_piped_questions_are_saved_only_in_saved_conversations(config, chat_of, tmp_path):
     config = replace(config, database=tmp_path / "chats.db")
     first = chat_of(config)
-    kept = await in_speculative(first)
+    saved_id = await in_speculative(first)
     await first.controller.close()
     piped = chat_of(replace(config, keeps_new=False))
     await piped.controller.open_archive()
@@ -249,10 +247,10 @@ async def test_what_a_pipe_asks_is_not_kept_unless_the_conversation_is_on_disk(c
         await piped.ask("two")
         assert piped.client.sent[-1].conversation == ""
         await piped.controller.handle(DONE)
-    assert [one.id for one in await piped.controller.archive.search("")] == [kept]
-    await piped.controller.open(kept)
+    assert [one.id for one in await piped.controller.archive.search("")] == [saved_id]
+    await piped.controller.open(saved_id)
     await piped.ask("three")
-    assert piped.client.sent[-1].conversation == kept
+    assert piped.client.sent[-1].conversation == saved_id
     await piped.controller.handle(DONE)
-    assert len((await piped.controller.archive.load(kept)).messages) == 4
+    assert len((await piped.controller.archive.load(saved_id)).messages) == 4
     await piped.controller.close()

@@ -23,7 +23,7 @@ TYPED = {
 SCREENS = ("f1", "f9", "shift+f7", "ctrl+p")
 
 
-async def test_keys_in_the_prompt_and_pastes_act_in_their_order_whatever_has_the_focus(running):
+async def test_keys_and_pastes_keep_their_order_whatever_has_focus(running):
     async with running() as (app, _pilot, until):
         for keys, text in TYPED.items():
             press(app, *keys.split())
@@ -49,7 +49,7 @@ async def test_keys_in_the_prompt_and_pastes_act_in_their_order_whatever_has_the
         await until(lambda: not isinstance(app.screen, ConversationsScreen))
 
 
-async def test_what_follows_esc_reaches_the_prompt_also_where_a_screen_is_searched_at_once(running):
+async def test_text_after_escape_reaches_the_prompt(running):
     async with running() as (app, _pilot, until):
         for key in SCREENS:
             press(app, key, *"cat", "escape", *"dog")
@@ -65,35 +65,35 @@ async def test_what_follows_esc_reaches_the_prompt_also_where_a_screen_is_search
         assert app.controller.state.conversation.turns[0].content == "hello"
 
 
-async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(running, monkeypatch):
+async def test_a_key_waits_until_the_previous_one_is_handled(running, monkeypatch):
     done, handle = app_module._done, KvchatApp.on_event
 
-    async def done_late(pump, work=None):
+    async def done_slowly(pump, work=None):
         await done(pump, work)
         if not isinstance(pump, KvchatApp):
             await asyncio.sleep(0.01)
 
-    async def handle_late(app, event):
+    async def handle_slowly(app, event):
         if isinstance(event, events.Key) and event.is_forwarded:
             await asyncio.sleep(0.1)
         await handle(app, event)
 
-    monkeypatch.setattr(app_module, "_done", done_late)
-    monkeypatch.setattr(KvchatApp, "on_event", handle_late)
+    monkeypatch.setattr(app_module, "_done", done_slowly)
+    monkeypatch.setattr(KvchatApp, "on_event", handle_slowly)
     async with running() as (app, _pilot, until):
         press(app, "f2", *"temperature", "enter", *"0.25", "enter", "escape", *"hello")
         await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
         assert app.controller.state.sampling.temperature == 0.25
 
 
-async def test_a_question_typed_after_a_command_of_the_palette_is_asked_after_it(running, monkeypatch):
+async def test_a_question_waits_for_the_palette_command_before_it(running, monkeypatch):
     save = Archive.save
 
-    async def save_late(archive, conversation):
+    async def save_slowly(archive, conversation):
         await asyncio.sleep(0.3)
         await save(archive, conversation)
 
-    monkeypatch.setattr(Archive, "save", save_late)
+    monkeypatch.setattr(Archive, "save", save_slowly)
     async with running() as (app, _pilot, until):
         press(app, *"first", "enter")
         await until(lambda: finished(app))
@@ -106,7 +106,7 @@ async def test_a_question_typed_after_a_command_of_the_palette_is_asked_after_it
         await until(lambda: finished(app))
 
 
-async def test_ctrl_d_deletes_in_a_value_and_sets_the_default_in_the_list(running):
+async def test_ctrl_d_deletes_text_or_resets_a_setting(running):
     async with running() as (app, _pilot, until):
         press(app, "f2", *"temperature", "enter", *["backspace"] * 9, *"0.25", "home", "ctrl+d", "ctrl+d", "0", ".")
         press(app, "enter")
@@ -115,12 +115,12 @@ async def test_ctrl_d_deletes_in_a_value_and_sets_the_default_in_the_list(runnin
         await until(lambda: opened(app, SettingsScreen) and app.controller.state.sampling.temperature != 0.25)
 
 
-async def test_a_key_whose_action_takes_long_does_not_hold_the_others_up(running, monkeypatch):
+async def test_a_slow_action_does_not_block_later_keys(running, monkeypatch):
     monkeypatch.setattr(app_module, "LONGEST_S", 0.01)
     async with running() as (app, _pilot, until):
-        over = asyncio.Event()
-        app.chat.call_later(over.wait)
+        release = asyncio.Event()
+        app.chat.call_later(release.wait)
         press(app, "f6", *"hello")
         await until(lambda: prompt(app).text == "hello")
-        over.set()
+        release.set()
         await until(lambda: app.controller.state.mode == "freeze")

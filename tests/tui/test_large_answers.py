@@ -40,7 +40,7 @@ def markdown_of(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_little_of_a_large_answer_becomes_widgets(name):
+def test_large_answers_stay_mostly_plain_text(name):
     text = f"It begins.\n\n{LARGE[name]}\nIt ends."
     assert "".join(part.text for part in parts(text)) == text
     assert len(markdown_of(text)) < len(text) / 4
@@ -48,7 +48,7 @@ def test_little_of_a_large_answer_becomes_widgets(name):
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_what_is_slow_to_parse_is_plain(name):
+def test_text_that_parses_slowly_stays_plain(name):
     text = f"It begins.\n\n{SLOW[name]}\n\nIt ends."
     made = parts(text)
     assert "".join(part.text for part in made) == text
@@ -60,14 +60,14 @@ def test_what_is_slow_to_parse_is_plain(name):
     assert time.process_time() - began < 1  # a tenth of it is usual
 
 
-def test_links_and_formulas_of_an_ordinary_answer_are_markdown():
+def test_links_and_formulas_are_parsed_as_markdown():
     sources = "".join(f"- [Paper {n}](https://example.org/papers/{n}?q=a.b#c), see [{n}]\n" for n in range(40))
     text = "**It** is `a[0]`, $x_1 + y^2 = [0, 1)$, *so*: https://example.org/a. " * 3 + f"\n\n{sources}\n- [ ] open\n"
     assert markdown_of(text) == text
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_all_but_the_last_part_stay_the_same_while_more_comes(name):
+def test_growing_text_changes_only_its_last_part(name):
     text = f"It begins.\n\n{LARGE[name]}\nIt ends."
     whole = parts(text)
     for cut in range(0, len(text), len(text) // 15):
@@ -75,7 +75,7 @@ def test_all_but_the_last_part_stay_the_same_while_more_comes(name):
         assert early[:-1] == whole[: max(len(early) - 1, 0)]
 
 
-def test_a_block_too_large_is_plain_from_its_first_line_and_markdown_goes_on_after_it():
+def test_only_the_oversized_block_is_plain():
     for block in (TABLE, LARGE["code"]):
         found = parts(f"Look:\n\n{block}\nAnd **then**.\n")
         assert [(part.text, part.is_markdown) for part in found] == [
@@ -85,7 +85,7 @@ def test_a_block_too_large_is_plain_from_its_first_line_and_markdown_goes_on_aft
         ]
 
 
-def test_a_part_begins_where_a_reader_sees_no_other_gap():
+def test_parts_begin_at_items_or_paragraphs():
     items = "".join(f"- item {n}\n  more\n" for n in range(40))
     prose = "".join(f"Paragraph {n}\ngoes on.\n\n" for n in range(40))
     for text in (items, prose):
@@ -95,7 +95,7 @@ def test_a_part_begins_where_a_reader_sees_no_other_gap():
     assert [part.begins_with_item for part in parts(items)[1:]] == [True] * (len(parts(items)) - 1)
 
 
-def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
+def test_an_ordinary_answer_becomes_few_markdown_parts():
     rows = "".join(f"| {n} | b | c |\n" for n in range(18))
     items, code = "- an item\n" * 25, "```py\nx = 1\n```\n"
     text = f"# Title\n\n{'Some words. ' * 40}\n\n{items}\n{code}\n{rows}\nEnd."
@@ -104,7 +104,7 @@ def test_an_ordinary_answer_is_markdown_to_its_end_in_parts_of_few_widgets():
     assert parts("") == []
 
 
-def test_definitions_of_links_are_found_but_not_in_code():
+def test_link_definitions_are_found_outside_code():
     text = "See [a][1].\n\n[1]: https://one.org\n```\n[2]: https://two.org\n```\n  [the third]: <x> 'y'\n[4]:\n"
     assert definitions(text) == "[1]: https://one.org\n  [the third]: <x> 'y'"
     assert definitions("[no] definition") == ""

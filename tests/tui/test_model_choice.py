@@ -27,7 +27,7 @@ FAILED = Failed("Too big.", kind="DoesNotFitError")
 
 
 @pytest.fixture
-def here(monkeypatch):
+def all_local(monkeypatch):
     """Pretend that every model is on this machine."""
     monkeypatch.setattr(catalog, "is_here", lambda name: True)
 
@@ -36,7 +36,7 @@ async def choose(chat, line):
     await chat_module.choose(chat.controller, line)
 
 
-async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_conversation(chat, here):
+async def test_a_new_model_keeps_the_current_mode(chat, all_local):
     await chat.load()
     chat.controller.state.enter_mode("streaming", {})
     await choose(chat, "./other quantize=int8")
@@ -51,7 +51,7 @@ async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_convers
     assert chat.client.sent[-1].model == "./other"
 
 
-async def test_a_folder_that_was_used_is_listed(chat, here, monkeypatch):
+async def test_a_used_model_folder_is_listed(chat, all_local, monkeypatch):
     folder, listed = str(paths.bundled_model_dir()), []
 
     async def show_models(find):
@@ -67,7 +67,7 @@ async def test_a_folder_that_was_used_is_listed(chat, here, monkeypatch):
     assert [model.name for model in listed] == [folder]
 
 
-async def test_every_setting_of_a_model_is_an_option(chat, here):
+async def test_model_settings_are_accepted_as_options(chat, all_local):
     await chat.load()
     await choose(chat, "./other dtype=bfloat16 device=cpu fast=false")
     assert chat.client.sent == [Load("./other", "cpu", "bfloat16", fast=False)]
@@ -76,7 +76,7 @@ async def test_every_setting_of_a_model_is_an_option(chat, here):
         await choose(chat, "./other folders=there")
 
 
-async def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(chat, here):
+async def test_a_failed_load_keeps_the_old_model(chat, all_local):
     await chat.load()
     await choose(chat, "other")
     await chat.controller.handle(FAILED)
@@ -87,7 +87,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(chat, her
     assert chat.controller.models.in_use.model == "bundled"
 
 
-async def test_nothing_is_loaded_when_the_old_model_does_not_come_back(chat, here):
+async def test_losing_both_models_leaves_the_engine_down(chat, all_local):
     await chat.load()
     await choose(chat, "other")
     await chat.controller.handle(FAILED)
@@ -99,26 +99,26 @@ async def test_nothing_is_loaded_when_the_old_model_does_not_come_back(chat, her
 
 
 @pytest.mark.parametrize("line", ["other quantise=int8", "other dtype=float17", "other mode=full", '"'])
-async def test_wrong_options_are_refused_before_anything_is_unloaded(chat, here, line):
+async def test_invalid_options_are_rejected_before_unloading(chat, all_local, line):
     await chat.load()
     with pytest.raises(UsageError):
         await choose(chat, line)
     assert chat.client.sent == []
 
 
-async def test_without_a_name_the_models_are_shown(chat):
+async def test_no_name_opens_the_model_list(chat):
     await choose(chat, "")
     assert chat.view.are_models_shown
 
 
-async def test_an_answer_is_not_interrupted(chat, here):
+async def test_changing_the_model_during_an_answer_is_refused(chat, all_local):
     await chat.load()
     await chat.ask("one")
     with pytest.raises(UsageError, match="answer"):
         await choose(chat, "other")
 
 
-async def test_stopping_a_load_once_and_twice(chat, here):
+async def test_a_second_stop_of_a_load_restarts_the_engine(chat, all_local):
     await chat.load()
     await choose(chat, "other")
     with pytest.raises(UsageError, match="is being loaded"):
@@ -131,7 +131,7 @@ async def test_stopping_a_load_once_and_twice(chat, here):
     assert (chat.client.starts, chat.client.sent[-1].model) == (1, "bundled")
 
 
-async def test_the_first_model_of_all_is_not_stopped_by_one_key(chat):
+async def test_the_first_load_needs_two_stops(chat):
     await chat.controller.start()
     await chat.controller.stop_work()
     assert Stop() not in chat.client.sent
@@ -139,7 +139,7 @@ async def test_the_first_model_of_all_is_not_stopped_by_one_key(chat):
     assert chat.client.sent[-1] == Stop()
 
 
-async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
+async def test_a_plan_compares_estimates_with_measurements(chat):
     await chat.load()
     await chat_module.plan(chat.controller, "")
     await chat_module.plan(chat.controller, "org/other context=1000")
@@ -163,7 +163,7 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
             await chat_module.plan(chat.controller, wrong)
 
 
-async def test_a_plan_is_being_made_until_it_is_told_or_its_engine_is_gone(chat):
+async def test_planning_ends_with_a_result_or_the_engine(chat):
     await chat.load()
     working = chat.controller.models
     for end in (lambda: chat.controller.handle(Planned("bundled", None, "No.")), chat.controller.answers.down):
@@ -193,7 +193,7 @@ time.sleep(60 if name == "slow" else 0)
     return replace(config, download_command=(sys.executable, "-c", code))
 
 
-async def test_a_model_that_is_not_here_is_downloaded_beside_the_chat_and_then_loaded(chat):
+async def test_a_missing_model_is_downloaded_then_loaded(chat):
     await chat.load()
     await choose(chat, "org/good")
     await chat.ask("one")
@@ -206,7 +206,7 @@ async def test_a_model_that_is_not_here_is_downloaded_beside_the_chat_and_then_l
 
 
 @pytest.mark.parametrize(("name", "said"), [("gated", "g is gated."), ("dead", "org/dead")])
-async def test_a_download_that_fails_says_why(chat, name, said):
+async def test_a_failed_download_reports_the_reason(chat, name, said):
     await chat.load()
     await choose(chat, f"org/{name}")
     await wait_for(lambda: chat.view.errors)
@@ -214,7 +214,7 @@ async def test_a_download_that_fails_says_why(chat, name, said):
     assert chat.phase is Phase.READY
 
 
-async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
+async def test_a_stopped_download_can_be_restarted(chat):
     await chat.load()
     await choose(chat, "org/slow")
     await wait_for(lambda: chat.controller.state.download == "␛ 1 of 9")
@@ -222,13 +222,13 @@ async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
         await choose(chat, "org/good")
     await chat.controller.stop_work()
     await wait_for(lambda: not chat.controller.state.download)
-    (told,) = chat.view.toasts
-    assert "/model org/slow" in told
+    (toast,) = chat.view.toasts
+    assert "/model org/slow" in toast
     await choose(chat, "org/good")
     await wait_for(lambda: chat.phase is Phase.LOADING)
 
 
-async def test_a_download_is_stopped_before_its_process_has_started(chat):
+async def test_a_download_can_be_stopped_before_its_process_starts(chat):
     await chat.load()
     await choose(chat, "org/slow")
     await asyncio.sleep(0)
@@ -236,11 +236,11 @@ async def test_a_download_is_stopped_before_its_process_has_started(chat):
     assert chat.controller.models.download._process is None
     await chat.controller.stop_work()
     await wait_for(lambda: not chat.controller.state.download)
-    (told,) = chat.view.toasts
-    assert "/model org/slow" in told
+    (toast,) = chat.view.toasts
+    assert "/model org/slow" in toast
 
 
-async def test_a_download_that_cannot_be_started(chat):
+async def test_a_download_that_cannot_start_is_an_error(chat):
     chat.controller.models.download._command = ("/not/there",)
     with pytest.raises(EngineError, match="cannot be started"):
         await chat.controller.models.download.run("org/good", print)
@@ -260,7 +260,7 @@ def sent_args(chat):
         (("enable_thinking",), "auto", ()),
     ],
 )
-async def test_thinking_is_switched_by_the_name_that_the_template_has_for_it(chat, known, line, args):
+async def test_think_sets_the_templates_own_variable(chat, known, line, args):
     await chat.load(template_variables=known)
     await chat_module.template(chat.controller, "other=1")
     await chat_module.think(chat.controller, line)
@@ -269,14 +269,14 @@ async def test_thinking_is_switched_by_the_name_that_the_template_has_for_it(cha
 
 
 @pytest.mark.parametrize(("known", "line"), [((), "on"), (("reasoning_effort",), "off"), (("thinking",), "high")])
-async def test_a_template_that_has_no_such_switch_is_said(chat, known, line):
+async def test_think_without_a_template_variable_is_refused(chat, known, line):
     await chat.load(template_variables=known)
     with pytest.raises(UsageError, match="no effect"):
         await chat_module.think(chat.controller, line)
     assert sent_args(chat) == []
 
 
-async def test_variables_are_set_and_unset_and_another_template_loads_the_model_again(chat, tmp_path):
+async def test_template_sets_variables_or_reloads_the_model(chat, tmp_path):
     await chat.load(template_variables=("a",))
     for line in ("a=1 b=two", "a=", "b=3"):
         await chat_module.template(chat.controller, line)
@@ -301,7 +301,7 @@ MADE = MemoryPlan(
 )  # fmt: skip
 
 
-def test_every_row_is_explained():
+def test_every_plan_row_is_explained():
     table = "\n".join(plan_lines(MADE, {"stored": 1})).split("\n\n")[1]
     heading, *rows = (line.strip() for line in table.split("\n"))
     assert heading.split()[-1] in PLANNED
@@ -309,7 +309,7 @@ def test_every_row_is_explained():
     assert [word for word in PLANNED if not any(row.startswith(word) for row in (*rows, "measured"))] == []
 
 
-def test_the_commands_quote_a_folder_and_repeat_what_was_given():
+def test_proposed_commands_quote_paths_and_keep_options():
     made = replace(MADE, model="/my models/it's", given={"dtype": "float16", "host_dtype": "int8"})
     start = ["kvchat", "-m", made.model, "--dtype", "float16", "--host-dtype", "int8"]
     *_, proposed, _ = plan_lines(made)

@@ -30,15 +30,15 @@ DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED,
 
 
 def snapshot(**changes: object) -> Snapshot:
-    given = {"mode": "full", "params": {}, "active": 0.0, "total": 0, "context": 0, "kv_device_bytes": 0}
-    return Snapshot(**{**given, "kv_host_bytes": 0, **changes})
+    defaults = {"mode": "full", "params": {}, "active": 0.0, "total": 0, "context": 0, "kv_device_bytes": 0}
+    return Snapshot(**{**defaults, "kv_host_bytes": 0, **changes})
 
 
 def as_dict(rows: Rows) -> dict[str, str]:
     return dict(rows)
 
 
-def test_a_mode_says_its_budget_and_what_the_next_one_moves():
+def test_mode_rows_show_the_budget_and_switch_costs():
     prices = (Price("freeze", 2**20, seconds=0.004), Price("sync", 2**30))
     shown = snapshot(params={"budget": None, "resident": None, "recovery": False}, prices=prices)
     assert mode_rows(shown) == [
@@ -51,7 +51,7 @@ def test_a_mode_says_its_budget_and_what_the_next_one_moves():
         assert as_dict(mode_rows(snapshot(prices=(price,))))["to switch"] == text
 
 
-def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
+def test_context_rows_show_reads_coverage_and_reduced_tokens():
     shown = snapshot(active=512.0, total=2048, context=16384, reduced_tokens=120, kv_device_bytes=2**20)
     rows = as_dict(context_rows(shown))
     assert rows["reads"] == "512 of 2,048 · 25 %"
@@ -65,7 +65,7 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     assert context_rows(snapshot()) == [("reads", "nothing stored yet")]
 
 
-def test_what_the_mode_saves_is_against_what_full_would_hold():
+def test_savings_are_relative_to_full_mode():
     prices = (Price("freeze", 1, 5 * 2**30), Price("full", 2**30, 2 * 2**30))
     shown = snapshot(total=2048, kv_device_bytes=2**29, gpu=Gpu("H200"), prices=prices)
     assert as_dict(context_rows(shown))["less than full"] == "1.5 GiB"
@@ -74,14 +74,14 @@ def test_what_the_mode_saves_is_against_what_full_would_hold():
         assert "less than full" not in as_dict(context_rows(replace(shown, **other)))
 
 
-def test_the_fetch_rate_stands_beside_the_rate_of_the_link():
+def test_the_fetch_rate_is_a_share_of_link_bandwidth():
     shown = snapshot(recall_bytes_per_s=2.04e9)
     assert as_dict(recall_rows(shown))["fetch rate"] == "2.0 GB/s"
     assert as_dict(recall_rows(shown, 20e9))["fetch rate"] == "2.0 GB/s · 10 %"
     assert "fetch rate" not in as_dict(recall_rows(snapshot(step_bytes=2**20), 20e9))
 
 
-def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
+def test_tokens_over_the_budget_have_their_own_row():
     rows = as_dict(context_rows(snapshot(params={"budget": 512}, active=1737.0, total=10439, gpu=Gpu("H200"))))
     assert rows["over the budget"] == "1,225 tok"
     assert "on the device" in rows
@@ -89,7 +89,7 @@ def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
     assert as_dict(context_rows(fetching))["fetched per token"] == "1.0 MiB · 6.0 ms"
 
 
-def test_what_was_not_read_has_no_row():
+def test_unknown_values_have_no_row():
     assert recall_rows(snapshot()) == [("total", "nothing yet")]
     assert "time p50 / p95" not in as_dict(recall_rows(snapshot(recalled_bytes=2**20, recall_hit_rate=0.5)))
     assert "this process" not in as_dict(memory_rows(snapshot()))
@@ -100,7 +100,7 @@ def test_what_was_not_read_has_no_row():
     assert as_dict(gpu_rows(Gpu("H200", utilization=45.0, power=90.0)))["load"] == "45 % · 90 W"
 
 
-def test_without_a_gpu_one_line_says_so():
+def test_memory_rows_say_there_is_no_gpu():
     rows = as_dict(memory_rows(snapshot(process_bytes=2**30)))
     assert "no GPU" in rows
     assert rows["this process"] == "1.0 GiB"
@@ -116,14 +116,14 @@ def test_every_label_is_explained():
     )  # fmt: skip
     shown = [plain_rows(full), context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     server = ServerFigures("vLLM", "h:1", 9, 3, 1.0, 99, 0.5, 0.5, 7, 99, 0.5, 7, 7, 7, 1.0, 1, 0, 0.5, "why")
-    of_server = replace(full, server=server)
-    shown += [plain_rows(of_server), *(rows for _, rows in blocks(of_server).values())]
+    served = replace(full, server=server)
+    shown += [plain_rows(served), *(rows for _, rows in blocks(served).values())]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
     assert labels | DETAILS | OF_EVERY_MODE == set(EXPLANATIONS)
     assert sum(map(len, FIGURES.values())) == len(EXPLANATIONS)
 
 
-def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
+def test_server_chats_show_only_the_servers_figures():
     nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has no metrics"))
     shown = blocks(nothing)
     assert shown["memory"] == ("memory", [])
@@ -138,11 +138,11 @@ def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
     ]
 
 
-def test_a_modes_own_figures_are_explained_by_it():
+def test_modes_explain_their_own_figures():
     assert explain("mean timer", "freeze") == registered()["freeze"].figures["mean timer"]
     assert explain("reads", "freeze") == EXPLANATIONS["reads"]
     assert explain("mean timer", "full") == explain("mean timer", "gone") == ""
 
 
-def test_extras_are_shown_as_they_come():
+def test_extra_figures_become_rows():
     assert extra_rows({"pages a step": 1.5, "calm": True}) == [("pages a step", "1.5"), ("calm", "yes")]

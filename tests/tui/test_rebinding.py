@@ -33,13 +33,13 @@ def hints(app):
 def texts_of(source):
     """The string constants except docstrings, with the line each begins on."""
     tree = ast.parse(source)
-    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
 
 
-def test_keys_stand_in_the_table_alone():
+def test_keys_appear_only_in_the_action_table():
     for path in sorted(ROOT.rglob("*.py")):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         if name in ("rebinding.py", "actions.py"):  # the names of keys, how a binding is made, and the table
@@ -51,12 +51,12 @@ def test_keys_stand_in_the_table_alone():
             assert [text for text in texts_of(source) if KEY.search(text)] == [], name
 
 
-def test_every_scope_lies_in_the_application():
+def test_every_scope_leads_to_the_application():
     assert {action.scope for action in ACTIONS} == set(get_args(Scope))
     assert [scope for scope in get_args(Scope) if [*scopes_at(scope)][-1] != "app"] == []
 
 
-def test_a_key_may_do_something_in_each_part_that_has_the_focus():
+def test_different_scopes_may_share_a_key():
     check_keys({"ribbon.right": "y", "mode.next": "f6,f6"})
     check_keys({"mode.next": "f7", "panels": "F6"})  # exchanged
     check_keys({})
@@ -77,7 +77,7 @@ def test_a_key_may_do_something_in_each_part_that_has_the_focus():
         ({"mode.next": "f7"}, "mode.next and panels"),
     ],
 )
-def test_refused_keys_say_why(keys, reason):
+def test_invalid_bindings_are_rejected_with_a_reason(keys, reason):
     with pytest.raises(UsageError, match=reason):
         check_keys(keys)
 
@@ -107,7 +107,7 @@ async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
 WITHOUT_KEYS = {"import": "f11", "profile": "f12", "theme": "ctrl+g", "branch": "alt+b"}
 
 
-async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, config):
+async def test_an_added_key_works_and_is_shown_everywhere(running, config):
     async with running(replace(config, keys=WITHOUT_KEYS), size=(200, 60)) as (app, _pilot, until):
         await until(lambda: " F12 profile  F11 import  ^G theme" in hints(app))
         assert "none:" not in hints(app)
@@ -124,7 +124,7 @@ async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, co
         await until(lambda: "import" not in hints(app))
 
 
-def test_every_action_that_is_not_built_in_takes_a_key():
+def test_only_built_in_actions_cannot_be_bound():
     for action in ACTIONS:
         if action.run or action.action:
             check_keys({action.id: "f24"})
@@ -133,7 +133,7 @@ def test_every_action_that_is_not_built_in_takes_a_key():
                 check_keys({action.id: "f24"})
 
 
-async def test_keys_of_widgets_can_be_rebound(running, config):
+async def test_widget_keys_can_be_rebound(running, config):
     config = replace(config, keys={"prompt.send": "ctrl+s", "ribbon.right": "l"})
     async with running(config) as (app, _pilot, until):
         await until(lambda: prompt(app).has_focus and " ^S send " in app.chat.query_one(KeyHints).render().plain)
@@ -148,7 +148,7 @@ async def test_keys_of_widgets_can_be_rebound(running, config):
         assert not prompt(app).text
 
 
-async def test_refused_keys_leave_the_defaults(running, config):
+async def test_invalid_bindings_leave_the_defaults(running, config):
     async with running(replace(config, keys={"mode.next": "f7"})) as (app, _pilot, until):
         await until(lambda: "two things" in toasts(app))
         press(app, "f6")
@@ -167,7 +167,7 @@ REBOUND = {
 }
 
 
-async def test_keys_of_other_screens_can_be_rebound_and_are_hinted(running, config):
+async def test_rebound_screen_keys_work_and_are_hinted(running, config):
     async with running(replace(config, keys=REBOUND)) as (app, _pilot, until):
         press(app, "f9")
         await until(lambda: opened(app, ConversationsScreen) and " F4 delete  ^Z restore  F11 close" in hints(app))
@@ -185,7 +185,7 @@ async def test_keys_of_other_screens_can_be_rebound_and_are_hinted(running, conf
         await until(lambda: app.screen is app.chat)
 
 
-def test_a_screens_key_may_be_one_of_another_screen():
+def test_different_screens_may_share_a_key():
     check_keys({"settings.save": "ctrl+d", "settings.default": "f4", "details.close": "w"})
     with pytest.raises(UsageError, match=r"quit and help\.close"):
         check_keys({"help.close": "ctrl+q"})
@@ -210,7 +210,7 @@ def test_a_screens_key_may_be_one_of_another_screen():
         ("w", "w", "w"),  # W is another key
     ],
 )
-def test_names(key, name, hint):
+def test_key_names(key, name, hint):
     assert describe_key(key) == name
     assert hint_key(key) == hint
 

@@ -48,7 +48,7 @@ def replay():
     return Replay("demo", FakeClient(), FakeView())
 
 
-def test_speed_and_pause(replay):
+def test_speed_has_limits_and_survives_a_pause(replay):
     for _ in range(9):
         replay.change(2)
     assert replay.speed == MAX_PACE
@@ -61,7 +61,7 @@ def test_speed_and_pause(replay):
             replay.set_speed(wrong)
 
 
-def test_speeds_are_true_until_the_pace_is_changed_which_an_engine_started_again_gets(replay):
+def test_a_restarted_engine_keeps_a_changed_pace(replay):
     replay.begin()
     assert replay.is_real_time
     assert replay.client.sent == []
@@ -75,7 +75,7 @@ def test_speeds_are_true_until_the_pace_is_changed_which_an_engine_started_again
     assert replay.client.sent[-2:] == [Pace(4), Pace(4)]
 
 
-def test_only_a_recording_refuses_questions_and_can_be_paused(replay):
+def test_only_recordings_refuse_questions_and_can_pause(replay):
     with pytest.raises(UsageError, match=r"recording.*`kvchat`"):
         replay.refuse_question()
     chat = Replay("", FakeClient(), FakeView())
@@ -84,7 +84,7 @@ def test_only_a_recording_refuses_questions_and_can_be_paused(replay):
         chat.pause()
 
 
-async def test_a_replay_says_that_it_is_one_takes_no_question_and_plays_to_its_end(running, config):
+async def test_a_replay_refuses_questions_and_plays_to_the_end(running, config):
     config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
     async with running(config, size=(80, 24), ready=False) as (app, _pilot, until):
         chat, replay = app.chat, app.controller.replay
@@ -119,7 +119,7 @@ async def test_a_replay_says_that_it_is_one_takes_no_question_and_plays_to_its_e
 CHAT = Chat((Turn("user", "hello"),))
 
 
-def played(entries, commands=()) -> list:
+def events_of(entries, commands=()) -> list:
     """What a player sends that received ``commands`` before it began."""
     events = io.BytesIO()
     player = Player(entries, events)
@@ -137,23 +137,23 @@ def played(entries, commands=()) -> list:
     return [wire.decode_event(body) for body in bodies]
 
 
-def test_events_come_in_order_and_long_gaps_are_cut():
+def test_events_keep_their_order_and_long_gaps_are_cut():
     entries = [Entry(0.0, Asked("hello")), Entry(0.01, Text("hi", 1)), Entry(5000.0, Finished("eos", "hi", Stats()))]
     began = time.monotonic()
-    sent = played(entries, [Pace(64.0)])
+    sent = events_of(entries, [Pace(64.0)])
     assert sent == [*(entry.event for entry in entries), Replayed(5000.0)]
     assert time.monotonic() - began < 60
 
 
-def test_what_needs_a_model_is_refused():
+def test_commands_that_need_a_model_are_refused():
     entries = [Entry(0.0, Switched("full", "sync", {}, 5, 0, 0.0))]
     refused = [Switch("full"), CHAT, Compare(CHAT.turns, (Variant("full"),)), Plan(Load())]
-    sent = played(entries, refused)
+    sent = events_of(entries, refused)
     assert [type(event) for event in sent] == [SwitchRefused, Failed, Failed, Planned, Switched, Replayed]
 
 
-def test_who_asks_for_details_gets_some_though_none_were_recorded():
-    sent = played([Entry(0.0, Asked("hello"))], [Watch(True)])
+def test_details_are_answered_even_if_none_were_recorded():
+    sent = events_of([Entry(0.0, Asked("hello"))], [Watch(True)])
     assert sent == [Details(0), Asked("hello"), Replayed(0.0)]
 
 

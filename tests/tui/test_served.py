@@ -41,7 +41,7 @@ def served(config, server):
 @pytest.mark.parametrize(
     "line", ["/mode streaming", "/next", "/budget 128", "/needle", "/compare", "/rebuild", "/pin", "/pin system"]
 )
-async def test_commands_of_modes_say_who_decides_and_what_there_is_instead(chat, line):
+async def test_mode_commands_explain_that_the_server_decides(chat, line):
     await chat.load(**SERVED)
     await chat.ask("Hi.")
     await chat.controller.handle(Finished("eos", "Hello.", stats=_stats()))
@@ -57,7 +57,7 @@ async def test_commands_of_modes_say_who_decides_and_what_there_is_instead(chat,
     assert chat.phase is Phase.READY
 
 
-async def test_the_list_of_modes_says_it_too(chat):
+async def test_the_mode_list_explains_that_the_server_decides(chat):
     await chat.load(**SERVED)
     action, argument = parse_command("/mode")
     await action.run(chat.controller, argument)
@@ -65,7 +65,7 @@ async def test_the_list_of_modes_says_it_too(chat):
     assert "streaming" not in chat.view.notes[-1]
 
 
-async def test_a_conversation_keeps_the_mode_that_it_was_in_here(chat):
+async def test_a_conversation_keeps_its_local_mode(chat):
     conversation = chat.controller.state.conversation
     conversation.mode, conversation.params = "streaming", {"budget": 256}
     await chat.load(**SERVED)
@@ -77,14 +77,14 @@ async def test_a_conversation_keeps_the_mode_that_it_was_in_here(chat):
     assert Switch("streaming", {"budget": 256}) in chat.client.sent
 
 
-async def test_the_next_model_here_is_loaded_in_the_mode_of_the_settings(chat):
+async def test_the_next_local_model_uses_the_configured_mode(chat):
     await chat.load(**SERVED)
     await chat.controller.models.choose("bundled", {})
     load = next(command for command in reversed(chat.client.sent) if isinstance(command, Load))
     assert load.mode == "full"
 
 
-async def test_a_preset_of_a_server_has_no_mode_and_one_with_a_mode_sets_the_rest(chat, tmp_path, monkeypatch):
+async def test_presets_of_a_server_skip_only_the_mode(chat, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config.toml"))
     await chat.load(**SERVED)
     saved = chat.controller.save_preset("served")
@@ -97,7 +97,7 @@ async def test_a_preset_of_a_server_has_no_mode_and_one_with_a_mode_sets_the_res
 
 
 @pytest.mark.parametrize("line", ["/template enable_thinking=false", "/template a=1 b=2"])
-async def test_variables_that_a_server_does_not_take_are_refused_before_they_are_sent(chat, line):
+async def test_unsupported_template_variables_are_not_sent(chat, line):
     await chat.load(**SERVED, takes_variables=False)
     sent = len(chat.client.sent)
     action, argument = parse_command(line)
@@ -107,7 +107,7 @@ async def test_variables_that_a_server_does_not_take_are_refused_before_they_are
     assert chat.controller.models.in_use.template_args == ()
 
 
-async def test_files_are_attached_where_the_context_is_not_known(chat):
+async def test_an_unknown_context_allows_large_files(chat):
     await chat.load(**SERVED, context=0)
     assert chat.controller.state.file_limit > 2**20
 
@@ -116,7 +116,7 @@ def _stats():
     return Stats(prompt_tokens=11, reused_tokens=8, generated_tokens=2, total_tokens=13)
 
 
-async def test_a_receipt_tells_what_was_not_read_again(chat):
+async def test_receipts_show_reused_tokens(chat):
     await chat.load(**SERVED)
     receipt = chat.controller.state.receipt(Finished("eos", "Hello.", _stats()))
     assert receipt == "2 tok · server · not read again 8 of 11"
@@ -127,7 +127,7 @@ async def test_a_receipt_tells_what_was_not_read_again(chat):
 # ---- the application with a server
 
 
-async def test_a_question_is_answered_and_modes_are_neither_offered_nor_entered(running, served, server):
+async def test_a_server_answers_without_offering_modes(running, served, server):
     async with running(served) as (app, _, until):
         assert "SERVER" in drawn(app)
         assert "vLLM at 127.0.0.1" in drawn(app)
@@ -146,7 +146,7 @@ async def test_a_question_is_answered_and_modes_are_neither_offered_nor_entered(
         assert len(app.controller.state.conversation.messages) == 3  # two answers side by side
 
 
-async def test_a_stop_keeps_the_text_and_the_queue_goes_on(running, served, server):
+async def test_a_stop_keeps_the_text_and_the_chat_continues(running, served, server):
     server.frames = [delta(content="Once upon"), WAIT]
     async with running(served) as (app, _, until):
         typed(app, "A story.")
@@ -160,7 +160,7 @@ async def test_a_stop_keeps_the_text_and_the_queue_goes_on(running, served, serv
         assert [one["content"] for one in server.asked[-1]["messages"]] == ["A story.", "Once upon", "Hi."]
 
 
-async def test_a_connection_that_dies_keeps_the_text_and_the_conversation(running, served, server):
+async def test_a_lost_connection_keeps_the_text(running, served, server):
     server.frames = [delta(content="Once upon"), BREAK]
     async with running(served) as (app, _, until):
         typed(app, "A story.")
@@ -173,7 +173,7 @@ async def test_a_connection_that_dies_keeps_the_text_and_the_conversation(runnin
         assert answers(app)[-1].text == "Once uponHello."
 
 
-async def test_figures_are_asked_for_only_while_they_are_shown(running, served, server):
+async def test_metrics_are_requested_only_while_shown(running, served, server):
     async with running(served, size=(120, 40)) as (app, _, until):
         assert not app.chat.query_one(Ribbon).display
         assert not app.chat.query_one(Timeline).display
@@ -186,9 +186,7 @@ async def test_figures_are_asked_for_only_while_they_are_shown(running, served, 
         assert server.seen.count("/metrics") <= seen + 1  # one may have been on its way
 
 
-async def test_a_key_is_in_no_export_log_or_recording_and_a_small_screen_asks_for_no_figures(
-    running, served, server, tmp_path, monkeypatch
-):
+async def test_the_api_key_is_written_nowhere(running, served, server, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
     server.key = "geheim"
     async with running(served, size=(80, 24)) as (app, _, until):
@@ -201,7 +199,7 @@ async def test_a_key_is_in_no_export_log_or_recording_and_a_small_screen_asks_fo
     assert not [file for file in written if b"geheim" in file.read_bytes()]
 
 
-async def test_the_picker_lists_the_models_of_servers(running, config, server, monkeypatch):
+async def test_the_picker_lists_server_models(running, config, server, monkeypatch):
     monkeypatch.setattr(choosing.catalog, "find", lambda folders: [])
     listed = replace(config, servers=(server.url, "http://127.0.0.1:1"))
     async with running(listed) as (app, _, until):
@@ -217,7 +215,7 @@ async def test_the_picker_lists_the_models_of_servers(running, config, server, m
         await until(lambda: app.controller.models.in_use.model == wanted)
 
 
-async def test_servers_on_usual_ports_are_listed_when_asked(running, config, server, monkeypatch):
+async def test_servers_on_usual_ports_are_listed_on_request(running, config, server, monkeypatch):
     monkeypatch.setattr(choosing.catalog, "find", lambda folders: [])
     monkeypatch.setattr(servers, "USUAL", (server.url, "http://127.0.0.1:1"))
     async with running(config) as (app, _, until):
@@ -226,14 +224,14 @@ async def test_servers_on_usual_ports_are_listed_when_asked(running, config, ser
         assert "Qwen/Qwen3-4B" in choices(app)[0]
 
 
-async def test_a_wrong_address_is_told_and_the_chat_stays(running, config):
+async def test_an_unreachable_server_is_reported(running, config):
     lost = replace(config, engine_command=None, load=Load(model="http://127.0.0.1:1"))
     async with running(lost, ready=False) as (app, _, until):
         await until(lambda: "No server answers" in drawn(app))
         assert app.controller.state.phase is Phase.DOWN
 
 
-def test_a_snapshot_of_a_server_travels():
+def test_a_server_snapshot_survives_encoding():
     snapshot = Snapshot("server", {}, 0, 0, 0, 0, 0, server=ServerFigures("vLLM", "h:1", used_share=0.5))
     message = wire.encode(snapshot)
     assert wire.decode_event(message[4:]) == snapshot

@@ -64,7 +64,7 @@ def at(chat, config):
     return Rows(chat, config)
 
 
-def test_the_rows_are_the_schema_and_the_keys(at):
+def test_rows_cover_the_schema_and_the_keys(at):
     bindable = [("keys", action.id) for action in ACTIONS if action.is_bindable]
     compared = {name for name, cls in registered().items() if cls.for_comparison}
     offered = [key for key, _ in sources.leaves() if key[0] != "kv" or key[1] not in compared]
@@ -72,14 +72,14 @@ def test_the_rows_are_the_schema_and_the_keys(at):
     assert all(row.doc and row.takes and row.origin == DEFAULT for row in at.editor.settings())
 
 
-def test_a_mode_for_comparison_has_rows_while_it_is_the_mode(at, chat):
+def test_a_comparison_mode_has_rows_only_while_active(at, chat):
     chat.controller.state.enter_mode("quest", {})
     assert {row.key[1] for row in at.editor.settings() if row.key[-1] == "whole_layers"} == {"quest"}
     chat.controller.state.enter_mode("full", {})
     assert not [row for row in at.editor.settings() if row.key[-1] == "whole_layers"]
 
 
-async def test_changes_count_at_once_where_that_is_possible(at, chat):
+async def test_live_settings_apply_immediately(at, chat):
     await chat.load()
     at.editor.change(TEMPERATURE, "0.25")
     at.editor.change(("sampling", "stop"), '["a", "b\\n"]')
@@ -100,7 +100,7 @@ async def test_changes_count_at_once_where_that_is_possible(at, chat):
     assert at.editor.unsaved == 8
 
 
-async def test_a_temperature_left_to_the_model_is_told(at, chat):
+async def test_the_models_own_temperature_is_shown(at, chat):
     assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("", "auto")
     await chat.load(temperature=0.3)
     assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("", "auto, now 0.3")
@@ -108,7 +108,7 @@ async def test_a_temperature_left_to_the_model_is_told(at, chat):
     assert (at[TEMPERATURE].text, at[TEMPERATURE].shown) == ("0.0", "0.0")
 
 
-async def test_what_pages_are_kept_in_counts_at_once_and_for_models_loaded_later(at, chat):
+async def test_the_page_dtype_applies_now_and_to_later_models(at, chat):
     key = ("kv", "host_dtype")
     at.editor.change(key, "int8")
     assert KeepPages("int8") not in chat.client.sent  # the first Load says it
@@ -121,7 +121,7 @@ async def test_what_pages_are_kept_in_counts_at_once_and_for_models_loaded_later
 
 
 @pytest.mark.parametrize("name", ["parked_gib", "saved_gib"])
-async def test_what_is_kept_of_conversations_counts_from_the_next_start(at, chat, name):
+async def test_cache_sizes_apply_from_the_next_start(at, chat, name):
     await chat.load()
     before, sent = chat.controller.models.in_use.keeping, list(chat.client.sent)
     at.editor.change(("kv", name), "1.5")
@@ -130,7 +130,7 @@ async def test_what_is_kept_of_conversations_counts_from_the_next_start(at, chat
     assert (chat.controller.models.in_use.keeping, chat.client.sent) == (before, sent)
 
 
-def test_what_counts_from_the_next_start_is_shown_and_saved(at):
+def test_settings_for_the_next_start_are_shown_and_saved(at):
     at.editor.change(DTYPE, "bfloat16")
     assert (at[DTYPE].text, at[DTYPE].origin, at[DTYPE].is_live) == ("bfloat16", HERE, False)
     at.editor.save()
@@ -143,7 +143,7 @@ def test_what_counts_from_the_next_start_is_shown_and_saved(at):
 
 
 @pytest.mark.parametrize("key", [NEXT, DTYPE, TEMPERATURE])
-def test_what_is_emptied_is_no_change_where_the_file_does_not_set_it(at, key):
+def test_clearing_an_unset_value_is_not_a_change(at, key):
     before = at[key]
     at.editor.change(key, "")
     assert (at[key], at.editor.unsaved) == (before, 0)
@@ -154,7 +154,7 @@ def test_what_is_emptied_is_no_change_where_the_file_does_not_set_it(at, key):
     assert (at[key], at.editor.unsaved) == (before, 0)
 
 
-def test_an_emptied_key_of_the_file_is_taken_out_of_it(at):
+def test_clearing_a_saved_key_removes_it_from_the_file(at):
     at.editor.change(NEXT, "f12")
     at.editor.save()
     at.editor.change(NEXT, "")
@@ -163,7 +163,7 @@ def test_an_emptied_key_of_the_file_is_taken_out_of_it(at):
     assert (at[NEXT].origin, sources.file_source(at.editor.file).values) == (DEFAULT, {})
 
 
-def test_what_a_flag_sets_has_its_default_for_this_session_only(chat, config):
+def test_clearing_a_flags_value_lasts_for_the_session(chat, config):
     set_here = {DTYPE: "float16", TEMPERATURE: 0.3, ("kv", "host_dtype"): "int8"}
     flag = SettingsSource(set_here, dict.fromkeys(set_here, "--flag"))
     at = Rows(chat, replace(config, resolved=sources.resolve(flag)))
@@ -185,7 +185,7 @@ def test_what_a_flag_sets_has_its_default_for_this_session_only(chat, config):
         (NEXT, "a", "types text"),
     ],
 )
-def test_a_refusal_is_in_words_and_changes_nothing(at, key, text, words):
+def test_invalid_values_are_rejected_and_change_nothing(at, key, text, words):
     before = at.editor.settings()
     with pytest.raises(UsageError) as refused:
         at.editor.change(key, text)
@@ -194,12 +194,12 @@ def test_a_refusal_is_in_words_and_changes_nothing(at, key, text, words):
     assert not at.editor.unsaved
 
 
-def test_a_value_given_in_the_chat_is_of_this_session(at, chat):
+def test_values_set_in_the_chat_belong_to_the_session(at, chat):
     chat.controller.set_sampling("temperature", "0.1")
     assert (at[TEMPERATURE].text, at[TEMPERATURE].origin) == ("0.1", SESSION)
 
 
-def test_a_flag_goes_before_the_file_and_that_is_said(chat, config):
+def test_a_flag_overrides_the_file_and_saving_says_so(chat, config):
     flag = SettingsSource({DTYPE: "float16"}, {DTYPE: "--dtype"})
     at = Rows(chat, replace(config, resolved=sources.resolve(flag)))
     assert (at[DTYPE].text, at[DTYPE].origin) == ("float16", "--dtype")
@@ -207,7 +207,7 @@ def test_a_flag_goes_before_the_file_and_that_is_said(chat, config):
     assert "--dtype" in at.editor.save()
 
 
-def test_a_wrong_file_is_told_and_the_change_is_still_to_be_saved(at):
+def test_an_invalid_file_keeps_the_change_unsaved(at):
     at.editor.file.write_text("[ui\n")
     at.editor.change(TEMPERATURE, "0.5")
     with pytest.raises(UsageError, match=r"config\.toml:1"):
@@ -215,7 +215,7 @@ def test_a_wrong_file_is_told_and_the_change_is_still_to_be_saved(at):
     assert at.editor.unsaved == 1
 
 
-def test_what_kvchat_chose_is_shown_beside_auto(at, chat):
+def test_auto_shows_the_effective_value(at, chat):
     chat.controller.state.enter_mode("speculative", {"budget": 512})
     assert at[("kv", "speculative", "budget")].shown == "auto, now 512"
 
@@ -255,7 +255,7 @@ async def edit(app, until, part):
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
+async def test_a_value_is_found_validated_and_saved(running, config, size):
     async with running(size=size) as (app, _pilot, until):
         await find(app, until, "sampling.temperature")
         await until(lambda: "Takes a number from 0 to 100." in text_of(app, "#about"))
@@ -273,7 +273,7 @@ async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
     assert file_source(config.config_file).values == {("sampling", "temperature"): 0.25}
 
 
-async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
+async def test_a_choice_is_made_by_mouse_and_reset_by_key(running):
     async with running() as (app, pilot, until):
         await find(app, until, "ui.theme")
         await until(lambda: app.screen.query_one("#list").region.height > 1)
@@ -294,7 +294,7 @@ async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
         assert "model.name" in text_of(app, "#about"), "while a value is written its setting stays chosen"
 
 
-async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(running):
+async def test_a_mode_chosen_by_keys_is_shown_after_the_switch(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         await find(app, until, "kv.mode")
         await until(lambda: "kv.mode = full" in drawn(app))  # the last line of a long explanation
@@ -307,7 +307,7 @@ async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(r
         await until(lambda: app.screen is app.chat and "last until kvchat is closed" in toasts(app))
 
 
-async def test_a_file_without_saving_and_foreign_text_are_harmless(running, config):
+async def test_foreign_text_and_a_missing_file_are_harmless(running, config):
     settings = Settings.model_validate({"model": {"name": "\x1b]0;x\x07[b]evil[/b]"}})
     foreign = Resolved(settings, {("model", "name"): "\x9bm.toml:1"})
     async with running(replace(config, config_file=None, resolved=foreign)) as (app, _pilot, until):

@@ -49,7 +49,7 @@ def state(mode: str = "full") -> ChatState:
     return ChatState(Conversation(), Sampling(), mode)
 
 
-def test_a_receipt_names_both_modes_and_counts():
+def test_receipts_show_both_modes_and_the_counts():
     s = state("streaming")
     s.first_mode = "full"
     stats = Stats(generated_tokens=1200, total_tokens=14203, read_share=0.04, ttft_s=0.41, decode_tokens_per_s=58.2)
@@ -63,7 +63,7 @@ def test_a_receipt_names_both_modes_and_counts():
     assert s.receipt(Finished("length", "text", odd)) == line
 
 
-def test_a_mode_that_only_the_engine_knows_has_no_parameters():
+def test_an_unknown_mode_has_no_parameters():
     assert state("no such").parameters == {}
     assert "temperature" in describe(state("no such"))
 
@@ -82,7 +82,7 @@ def test_modes_are_listed_with_prices():
     assert describe_price(Price("sync", 2**20)) == "1.0 MiB"
 
 
-def test_a_long_answer_counts_more_than_a_short_one():
+def test_totals_weight_answers_by_length():
     short = Stats(generated_tokens=10, decode_tokens_per_s=100.0, read_share=1.0, recall_hit_rate=1.0)
     long = Stats(generated_tokens=990, decode_tokens_per_s=10.0, read_share=0.1)
     rows = {line[:14].strip(): line[14:].strip() for line in summarize([short, long]).split("\n")}
@@ -94,12 +94,12 @@ def test_a_long_answer_counts_more_than_a_short_one():
     assert summarize(corrected).split("\n")[-1].split() == ["corrected", "40", "%"]
 
 
-def test_a_receipt_tells_the_share_of_corrected_heads():
+def test_receipts_show_the_share_of_corrected_heads():
     stats = Stats(corrected_share=0.97, mean_cosine=0.586)
     assert state().receipt(Finished("eos", "text", stats)).endswith("· corrected 97 %, mean C 0.59")
 
 
-def test_a_receipt_tells_the_least_of_the_attention_that_was_covered():
+def test_receipts_show_the_lowest_attention_coverage():
     stats = Stats(coverage=0.966, lowest_coverage=0.934)
     assert state().receipt(Finished("eos", "text", stats)).endswith("· covered 93 %")
     answers = [replace(stats, generated_tokens=30), Stats(generated_tokens=10, coverage=0.866, lowest_coverage=0.8)]
@@ -107,7 +107,7 @@ def test_a_receipt_tells_the_least_of_the_attention_that_was_covered():
     assert rows["covered"] == "94 %"
 
 
-def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
+def test_receipts_show_fetch_and_wait_times():
     stats = Stats(recall_ms_p50=1.24, recall_ms_p95=3.0, exposed_ms_p50=1.24, exposed_ms_p95=3.0)
     assert state().receipt(Finished("eos", "text", stats)).endswith("fetched in 1.2 / 3.0 ms")
     hidden = replace(stats, exposed_ms_p50=0.0, exposed_ms_p95=0.4, recall_bytes_per_s=12.3e9)
@@ -116,7 +116,7 @@ def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
     assert "fetched" not in state().receipt(Finished("eos", "text", Stats()))
 
 
-def test_every_word_of_a_receipt_is_explained():
+def test_every_receipt_term_is_explained():
     stats = Stats(
         generated_tokens=3, decode_tokens_per_s=5.0, ttft_s=0.2, read_share=0.5, total_tokens=9, corrected_share=0.1,
         lowest_coverage=0.93,
@@ -133,13 +133,13 @@ def test_every_word_of_a_receipt_is_explained():
     assert all("median" in RECEIPT[word] and "95th" in RECEIPT[word] for word in ("fetched in", "waited"))
 
 
-def test_every_row_of_the_sums_is_explained():
+def test_every_row_of_the_totals_is_explained():
     known = Stats(decode_tokens_per_s=1, ttft_s=1, read_share=1, coverage=1, recall_hit_rate=1, corrected_share=1)
-    told = summarize([replace(known, generated_tokens=1)])
-    assert [line[:14].strip() for line in told.split("\n")] == list(SUMS)
+    summary = summarize([replace(known, generated_tokens=1)])
+    assert [line[:14].strip() for line in summary.split("\n")] == list(SUMS)
 
 
-def test_answers_are_summed():
+def test_totals_add_up_all_answers():
     assert "There are no answers yet" in summarize([])
     lines = summarize([Stats(generated_tokens=10, ttft_s=0.5), Stats(generated_tokens=2000)]).split("\n")
     assert {len(line) for line in lines} == {28}
@@ -165,19 +165,19 @@ def test_answers_are_summed():
         ("max_new_tokens", "20", 20),
     ],
 )
-def test_values(key, text, value):
+def test_sampling_values_are_parsed(key, text, value):
     assert getattr(change(Sampling(seed=1), key, text), key) == value
 
 
 @pytest.mark.parametrize(
     ("key", "text"), [("temperature", "-1"), ("temperature", "nan"), ("top_p", "2"), ("top_k", "1.5"), ("seed", "x")]
 )
-def test_refused_values_say_what_is_allowed(key, text):
+def test_invalid_values_are_rejected(key, text):
     with pytest.raises(UsageError, match=rf"{key}.*'{text}'.*number"):
         change(Sampling(), key, text)
 
 
-def test_only_what_differs_is_described():
+def test_only_changed_sampling_values_are_described():
     assert describe_sampling(Sampling()) == "defaults"
     assert describe_sampling(Sampling(top_k=40, seed=3)) == "top_k 40 · seed 3"
 
@@ -189,7 +189,7 @@ def note(speed: float | None = 41.0, **changes: object) -> SwitchNote:
     return SwitchNote(Switched("full", "speculative", {}, 14203, 0, 0.0, **changes), speed)
 
 
-def test_the_second_figure_comes_after_64_tokens():
+def test_the_new_speed_appears_after_64_tokens():
     line = note()
     assert str(line.content) == "full → speculative · at 14,203 tok · 41 tok/s"
     line.count(1, now=10.0)
@@ -199,7 +199,7 @@ def test_the_second_figure_comes_after_64_tokens():
     assert str(line.content) == "full → speculative · at 14,203 tok · 41 → 32 tok/s"
 
 
-def test_an_answer_that_ends_earlier_fills_it_in():
+def test_an_ending_answer_fills_in_the_new_speed():
     line = note()
     line.close(now=5.0)
     assert not line.settled
@@ -209,7 +209,7 @@ def test_an_answer_that_ends_earlier_fills_it_in():
     assert "41 → 58 tok/s" in str(line.content)
 
 
-def test_a_speed_after_it_alone_is_told_from_one_before_it():
+def test_a_speed_known_only_afterwards_is_marked():
     line = note(None)
     line.count(1, now=10.0)
     line.count(29, now=10.5)
@@ -218,7 +218,7 @@ def test_a_speed_after_it_alone_is_told_from_one_before_it():
 
 
 @pytest.mark.parametrize("tokens", [0, SETTLED_TOKENS])
-def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_answer_do_not_count(tokens):
+def test_too_few_tokens_or_too_little_time_show_no_speed(tokens):
     line = note()
     line.count(1, now=10.0)
     line.count(tokens, now=10.00001)
@@ -227,12 +227,12 @@ def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_a
     assert str(line.content) == str(note().content)
 
 
-def test_nothing_known_nothing_said_and_what_was_reduced_is():
+def test_a_switch_line_shows_only_known_figures():
     assert str(note(None).content) == "full → speculative · at 14,203 tok"
     assert "120 tok with reduced context" in str(note(reduced_tokens=120).content)
 
 
-def test_what_the_user_set_of_the_mode_is_said():
+def test_a_switch_line_shows_only_user_set_parameters():
     params = {"recovery": False, "budget": None, "draft": "lookup", "cpu": 0.5}
     given = {"full": {"draft": "lookup", "recovery": False}, "sync": {"cpu": 0}}
     line = describe_switch(Switched("full", "full", params, 13, 0, 0.0, given=given), None, None)
@@ -251,7 +251,7 @@ async def test_loading_shows_stages_then_notes(chat):
     assert chat.view.notes == ["no GPU"]
 
 
-async def test_a_snapshot_shows_the_parameters_in_force(chat):
+async def test_a_snapshot_updates_the_effective_parameters(chat):
     await chat.load(mode="streaming", params={"budget": None})
     old = Snapshot("full", {}, 0, 0, 0, 0, 0)
     new = Snapshot("streaming", {"budget": 512}, 0, 0, 0, 0, 0)
@@ -261,7 +261,7 @@ async def test_a_snapshot_shows_the_parameters_in_force(chat):
     assert chat.controller.state.params == {"budget": 512}
 
 
-async def test_a_switch_brings_the_values_that_the_engine_was_given(chat):
+async def test_a_switch_confirms_the_requested_parameters(chat):
     await chat.load()
     chat.controller.state.is_stored = True
     await chat.controller.handle(Snapshot("full", {}, 0, 0, 0, 0, 0, tokens_per_s=41.0))
@@ -274,7 +274,7 @@ async def test_a_switch_brings_the_values_that_the_engine_was_given(chat):
     assert chat.view.switches[0].speed == 41.0
 
 
-async def test_what_auto_chooses_is_shown_and_told_once(chat):
+async def test_auto_choices_are_shown_and_noted_once(chat):
     await chat.load(auto="auto: full, 12 ms a token")
     state, slow = chat.controller.state, "auto: speculative 512, because full would take 200 ms a token"
     assert (state.mode, state.asked) == ("full", "auto")
@@ -287,7 +287,7 @@ async def test_what_auto_chooses_is_shown_and_told_once(chat):
     assert state.auto == later.auto
 
 
-async def test_f6_counts_from_what_auto_chose_and_ends_it(chat):
+async def test_f6_leaves_auto_from_its_current_mode(chat):
     await chat.load(mode="speculative", params={}, auto="auto: speculative 512, 90 ms a token")
     chat.controller.switch_by(1)
     assert chat.client.sent[-1].mode == next_mode("speculative")
@@ -297,7 +297,7 @@ async def test_f6_counts_from_what_auto_chose_and_ends_it(chat):
     assert chat.client.sent[-1] == Switch("auto", {"tokens_per_s": 20})
 
 
-async def test_the_speed_asked_for_changes_at_once_in_auto_and_else_with_it(chat):
+async def test_the_target_speed_is_sent_only_in_auto(chat):
     await chat.load()
     chat.controller.set_for_mode("auto", "tokens_per_s", 5)
     assert not chat.client.sent
@@ -308,7 +308,7 @@ async def test_the_speed_asked_for_changes_at_once_in_auto_and_else_with_it(chat
     assert chat.client.sent[-1] == Switch("auto", {"tokens_per_s": 7})
 
 
-async def test_a_refused_switch_keeps_the_mode_and_the_next_step_goes_past_it(chat):
+async def test_a_refused_switch_keeps_the_mode_and_is_skipped(chat):
     await chat.load()
     chat.controller.switch_by(1)
     await chat.controller.handle(SwitchRefused("full", "too small"))
@@ -320,7 +320,7 @@ async def test_a_refused_switch_keeps_the_mode_and_the_next_step_goes_past_it(ch
     assert first.mode != second.mode
 
 
-async def test_notes_of_the_engine(chat):
+async def test_engine_reports_become_notes_and_events(chat):
     await chat.load()
     await chat.controller.handle(Recovered("RR", "entropy", 3.42, 1200))
     await chat.controller.handle(Rebuilt(1200, 0.25, 34))
@@ -333,7 +333,7 @@ async def test_notes_of_the_engine(chat):
     assert chat.view.page_texts == [(32, "text")]
 
 
-async def test_a_refused_question_is_given_back(chat):
+async def test_a_refused_question_returns_to_the_prompt(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(Failed("The prompt is too long.", "9 tokens", "Shorten it."))
@@ -341,7 +341,7 @@ async def test_a_refused_question_is_given_back(chat):
     assert (chat.view.prompt, chat.turns, chat.phase) == ("one", [], Phase.READY)
 
 
-async def test_what_fails_beside_an_answer_ends_it_not(chat):
+async def test_an_unrelated_failure_does_not_end_the_answer(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(Failed("The disk is full.", aside=True))
@@ -358,7 +358,7 @@ async def test_without_a_model_the_engine_is_down(chat, fatal):
 
 
 @pytest.mark.parametrize(("reason", "logged"), [("eos", "answered: 63 tok"), ("stopped", "answered: 63 tok, stopped")])
-async def test_the_log_says_of_an_answer_how_long_it_is_and_how_it_ended(chat, reason, logged):
+async def test_the_event_log_shows_an_answers_length_and_ending(chat, reason, logged):
     await chat.load()
     await chat.ask("hello")
     stats = Stats(generated_tokens=63, decode_tokens_per_s=58.2, ttft_s=0.2, read_share=0.5, total_tokens=90)
@@ -366,7 +366,7 @@ async def test_the_log_says_of_an_answer_how_long_it_is_and_how_it_ended(chat, r
     assert chat.view.events[-1] == logged
 
 
-async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
+async def test_the_engine_restarts_once_until_an_answer_finishes(chat):
     await chat.load()
     await chat.ask("one")
     await chat.controller.handle(Text("half", 1))
@@ -390,11 +390,11 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
 @pytest.mark.parametrize(
     ("code", "words"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-200, "killed by signal 200")]
 )
-def test_exit_codes_in_words(code, words):
+def test_exit_codes_are_described(code, words):
     assert Crashed(code, ()).how == words
 
 
-async def test_while_a_prompt_is_read_its_rate_and_the_time_left_are_told(chat, monkeypatch):
+async def test_prefill_shows_its_speed_and_remaining_time(chat, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(events, "monotonic", lambda: now[0])
     await chat.load()
@@ -407,7 +407,7 @@ async def test_while_a_prompt_is_read_its_rate_and_the_time_left_are_told(chat, 
     assert "6.0 s" in chat.view.answers[0].waiting
 
 
-async def test_the_context_warns_once_at_each_level_before_it_ends(chat):
+async def test_a_filling_context_warns_once_per_level(chat):
     await chat.load(context=1000)
     await chat.ask("one")
     seen = []
@@ -421,7 +421,7 @@ async def test_the_context_warns_once_at_each_level_before_it_ends(chat):
 
 
 @pytest.mark.parametrize(("refusal", "command"), [("", "/mode streaming"), ("no", "/new")])
-async def test_the_command_that_goes_on_at_the_end_of_the_context_is_one_that_works(chat, refusal, command):
+async def test_the_context_warning_suggests_a_working_command(chat, refusal, command):
     await chat.load(context=1000)
     await chat.ask("one")
     await chat.controller.handle(Text("a", 1))
@@ -431,7 +431,7 @@ async def test_the_command_that_goes_on_at_the_end_of_the_context_is_one_that_wo
     assert [one for one in ("/mode streaming", "/new") if one in chat.view.toasts[-1]] == [command]
 
 
-async def test_a_mode_without_an_end_is_warned_of_none_and_one_entered_from_it_of_its_own(chat):
+async def test_only_modes_with_a_context_limit_warn(chat):
     await chat.load(context=1000, mode="streaming")
     await chat.ask("one")
     await chat.controller.handle(Text("a", 1))
@@ -442,15 +442,15 @@ async def test_a_mode_without_an_end_is_warned_of_none_and_one_entered_from_it_o
     assert "900 of 1,000 tokens" in chat.view.toasts[-1]
 
 
-async def test_a_server_that_counts_only_at_the_end_has_the_context_warned_of_once(chat):
+async def test_delayed_server_counts_warn_of_the_context_once(chat):
     await chat.load(context=100, server="Ollama", mode="server")
     for tokens in (90, 93):
         await chat.ask("hello")
-        for event in (Started(0, 0), Text("Hi", 1), counted(0), counted(tokens)):
+        for event in (Started(0, 0), Text("Hi", 1), server_snapshot(0), server_snapshot(tokens)):
             await chat.controller.handle(event)
         await chat.controller.handle(Finished("eos", "Hi", Stats(prompt_tokens=tokens)))
     assert len([toast for toast in chat.view.toasts if "context" in toast]) == 1
 
 
-def counted(tokens: int) -> Snapshot:
+def server_snapshot(tokens: int) -> Snapshot:
     return Snapshot("server", {}, tokens, tokens, 100, 0, 0)

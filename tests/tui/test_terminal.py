@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_a_session_from_the_first_key_to_the_last(terminal, tmp_path):
+def test_a_whole_session_in_a_terminal(terminal, tmp_path):
     terminal.sees("● ready")
     terminal.type("hello there", "Enter")
     terminal.until(lambda screen: "That is all there is to it." in screen and "first token 0.41 s · full" in screen)
@@ -137,7 +137,7 @@ def test_a_session_from_the_first_key_to_the_last(terminal, tmp_path):
 # ---- what comes in ---------------------------------------------------------------------------------
 
 
-def test_bytes_that_are_not_utf8_and_millions_of_them_are_shown_and_end_nothing(terminal):
+def test_invalid_utf8_and_huge_pastes_do_not_crash(terminal):
     terminal.sees("● ready")
     terminal.key("-H", "9b")
     terminal.type("typed")
@@ -153,7 +153,7 @@ def test_bytes_that_are_not_utf8_and_millions_of_them_are_shown_and_end_nothing(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
-def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size):
+def test_a_paste_decodes_the_same_in_any_chunk_size(size):
     sent = b"a\x1b[A\x1b[200~one\x1b[2J\x1b[201~b\xff\x1b\x1b[200~\x1b\xc3\xbc\x1b[20\x1b[201~\x1b[C"
     decoder = InputDecoder()
     text = "".join(decoder.decode(sent[i : i + size]) for i in range(0, len(sent), size))
@@ -165,11 +165,11 @@ TYPED = ("hello\r", "hello", "hello\r\r", "\r\r", "/mode full\r/set\r", "te\x7f\
 
 
 @pytest.mark.parametrize("sent", [*PASTED, *TYPED])
-def test_lines_that_come_in_one_read_are_a_paste_and_all_else_is_typed(sent):
+def test_several_lines_in_one_read_are_a_paste(sent):
     assert InputDecoder().decode(sent.encode()) == (f"\x1b[200~{sent}\x1b[201~" if sent in PASTED else sent)
 
 
-def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_not_the_enter_key():
+def test_an_unbracketed_paste_continues_except_for_enter():
     now = [0.0]
     decoder = InputDecoder(lambda: now[0])
     assert decoder.decode(b"one\rtwo\rth") == "\x1b[200~one\rtwo\rth\x1b[201~"
@@ -193,7 +193,7 @@ def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_
         (b"\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\", "\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\"),
     ],
 )
-def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent, read):
+def test_escape_before_several_letters_is_the_escape_key(sent, read):
     assert InputDecoder().decode(sent) == read
 
 
@@ -222,10 +222,10 @@ NOT_DRAWN = {
     *(f"Stats.{name}.{of}" for name in ("extras", "switches") for of in ("key", "value")),
     *("Snapshot.extras.value", "Switched.given.of", "Switched.given.key", "Switched.given.value"),
 }
-OF_SERVER = {"Loaded.server", "Loaded.offers", *names_in(repr(fill(ServerFigures)))}
-OF_EVENTS = {name for cls in get_args(Event) for name in names_in(repr(fill(cls)))} - OF_SERVER
+SERVER_FIELDS = {"Loaded.server", "Loaded.offers", *names_in(repr(fill(ServerFigures)))}
+EVENT_FIELDS = {name for cls in get_args(Event) for name in names_in(repr(fill(cls)))} - SERVER_FIELDS
 CUT = {"ServerFigures.missing"}  # its beginning is seen
-OF_TEXTS = ("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question", "log")
+ANSWER_TEXTS = ("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question", "log")
 STEPS = {  # what is typed, and a text that comes of it
     "\x1b[200~" + hostile("question") + "\x1b[201~\r": "Failed.hint",
     "\t\t\t": "Peeked.text",  # to the ribbon
@@ -252,27 +252,27 @@ def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
     assert not forbidden_in(run.written)
 
 
-def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path):
-    assert OF_EVENTS >= NOT_DRAWN
+def test_no_event_sends_control_sequences_to_the_terminal(tmp_path):
+    assert EVENT_FIELDS >= NOT_DRAWN
     with over_hostile_engine(tmp_path) as run:
         for keys, name in STEPS.items():
             run.type(keys.encode())
             run.until(name)
-        for name in (*OF_TEXTS, *sorted(OF_EVENTS - NOT_DRAWN)):
+        for name in (*ANSWER_TEXTS, *sorted(EVENT_FIELDS - NOT_DRAWN)):
             run.until(f"«{name}»")
     assert "[bold]markup[/]" in run.written.decode()
 
 
-def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path):
+def test_no_server_sends_control_sequences_to_the_terminal(tmp_path):
     with over_hostile_engine(tmp_path, SERVED="1") as run:
         run.type(b"\x1b[18~")  # F7: all figures
         run.until("«ServerFigures.kind»")
         run.type(b"\x1b[17~")  # F6: the server decides
-        for name in sorted(OF_SERVER - CUT):
+        for name in sorted(SERVER_FIELDS - CUT):
             run.until(f"«{name}»")
 
 
-def test_what_is_typed_ahead_of_enter_and_escape_right_after_it_act_in_their_order(tmp_path):
+def test_typed_ahead_text_enter_and_escape_keep_their_order(tmp_path):
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
     try:
         run.until(start_app.READY)

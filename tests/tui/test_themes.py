@@ -37,7 +37,7 @@ def test_bundled_themes_are_complete():
 
 
 @pytest.mark.parametrize("theme", COLORED, ids=lambda theme: theme.name)
-def test_every_text_can_be_read_on_every_surface(theme):
+def test_text_is_readable_on_every_surface(theme):
     for surface in map(Color.parse, (getattr(theme, name) for name in SURFACES)):
         text = {name: Color.parse(getattr(theme, name)) for name in TEXT}
         text["muted"] = surface.blend(surface.get_contrast_text(1), 0.6)  # Textual's $text-muted is "auto 60%"
@@ -48,13 +48,13 @@ def test_every_text_can_be_read_on_every_surface(theme):
 
 
 @pytest.mark.parametrize("theme", COLORED, ids=lambda theme: theme.name)
-def test_every_part_of_the_ribbon_stands_out_from_the_background(theme):
+def test_ribbon_colors_stand_out_from_the_background(theme):
     background = Color.parse(theme.background)
     colors = {name: Color.parse(theme.variables[name]) for name in RIBBON_DEFAULTS}
     assert not {name: color.hex for name, color in colors.items() if contrast(color, background) < 3}
 
 
-async def test_every_word_can_be_read_with_every_theme_while_there_is_data(running, monkeypatch):
+async def test_every_word_is_readable_in_every_theme(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "60")
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class("figures-all")
@@ -86,7 +86,7 @@ def test_the_ansi_theme_leaves_all_colors_to_the_terminal():
     assert all(color.startswith("ansi_") for color in used)
 
 
-async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, config, tmp_path):
+async def test_a_custom_ansi_theme_needs_no_variables(running, config, tmp_path):
     (tmp_path / "mine.toml").write_text('primary = "ansi_green"\nansi = true\ndark = false\n')
     async with running(replace(config, theme_dirs=(tmp_path,), theme="mine")) as (app, _pilot, until):
         press(app, "f2")
@@ -106,7 +106,7 @@ async def test_an_own_theme_of_the_terminals_colors_needs_no_variables(running, 
         ("xterm", {"TEXTUAL_COLOR_SYSTEM": "truecolor"}, DEFAULT),
     ],
 )
-def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, name):
+def test_terminals_with_few_colors_get_the_ansi_theme(monkeypatch, term, others, name):
     for variable in ("COLORTERM", "NO_COLOR", "TEXTUAL_COLOR_SYSTEM"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {"TERM": term, **others}.items():
@@ -114,12 +114,12 @@ def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, 
     assert suited() == name
 
 
-async def test_a_theme_that_there_is_not_names_the_folder_of_ones_own(running, config, tmp_path):
+async def test_an_unknown_theme_names_the_users_theme_folder(running, config, tmp_path):
     async with running(replace(config, theme="nrod", theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
         await until(lambda: str(tmp_path) in toasts(app))
 
 
-async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
+async def test_no_color_removes_all_colors(running, config, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     async with running(replace(config, theme=ANSI)) as (app, _pilot, until):
         await ask(app, "hello")
@@ -144,7 +144,7 @@ async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, conf
         (f"a = {'[' * 5000}", "more than"),
     ],
 )
-def test_a_bad_theme_names_file_and_reason(tmp_path, text, reason):
+def test_an_invalid_theme_names_file_and_reason(tmp_path, text, reason):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as refused:
@@ -153,7 +153,7 @@ def test_a_bad_theme_names_file_and_reason(tmp_path, text, reason):
     assert reason in refused.value.detail
 
 
-def test_a_user_theme_replaces_a_bundled_one_and_bad_ones_are_left_out(tmp_path):
+def test_user_themes_replace_bundled_and_invalid_are_skipped(tmp_path):
     text = (bundled_themes_dir() / "kvchat-dark.toml").read_text()
     (tmp_path / "kvchat-dark.toml").write_text("\ufeff" + text.replace("#6cb6eb", "#010203"))
     (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")

@@ -13,30 +13,30 @@ from textual._callback import invoke
 from kvchat.tui.widgets import base
 from kvchat.tui.widgets.base import LONGEST_S, SHORTEST_S, Paced, interval
 
-STILL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
+STALL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
 
 
 @pytest.fixture
-def stands_still(monkeypatch):
+def stalling_clock(monkeypatch):
     """A machine that stalls for a while whenever a timer asks for the time."""
     lost = 0.0
 
     def later():
         nonlocal lost
-        lost += STILL_S
+        lost += STALL_S
         return time.monotonic() + lost
 
     monkeypatch.setattr(_time, "get_time", later)
 
 
-async def test_a_terminal_that_has_become_large_enough_shows_the_chat(running, stands_still):
+async def test_enlarging_the_terminal_shows_the_chat_again(running, stalling_clock):
     async with running(size=(120, 40)) as (app, pilot, until):
         for size, is_too_small in (((30, 10), True), ((120, 40), False)):
             await pilot.resize_terminal(*size)
             await until(lambda is_too_small=is_too_small: app.chat.query_one("#too-small").display is is_too_small)
 
 
-async def test_what_is_drawn_with_rests_is_drawn_again(running, stands_still):
+async def test_paced_drawing_repeats(running, stalling_clock):
     async with running() as (app, _pilot, until):
         drawn = []
 
@@ -81,7 +81,7 @@ class FakePump:
 
 @pytest.fixture
 def run(monkeypatch):
-    def made(layout_s):
+    def build(layout_s):
         pump: Any = FakePump(layout_s)
         monkeypatch.setattr(base, "thread_time", lambda: pump.computed)
         drawn: list[float] = []
@@ -92,10 +92,10 @@ def run(monkeypatch):
 
         return pump, Paced(pump, draw), drawn
 
-    return made
+    return build
 
 
-async def test_what_is_asked_for_at_once_is_drawn_once(run):
+async def test_simultaneous_requests_are_drawn_once(run):
     pump, paced, drawn = run(0.0)
     for _ in range(5):
         paced.request()
@@ -110,10 +110,10 @@ async def test_what_is_asked_for_at_once_is_drawn_once(run):
     assert len(drawn) == 2
 
 
-@pytest.mark.parametrize(("layout_s", "rest"), [(0.0, SHORTEST_S), (0.06, 0.24), (1.0, LONGEST_S)])
-async def test_the_rest_is_as_long_as_the_layout_wants_it(run, layout_s, rest):
+@pytest.mark.parametrize(("layout_s", "pause"), [(0.0, SHORTEST_S), (0.06, 0.24), (1.0, LONGEST_S)])
+async def test_the_pause_follows_the_layout_cost(run, layout_s, pause):
     pump, paced, drawn = run(layout_s)
     for _ in range(3):
         paced.request()
         await pump.until_drawn(drawn)
-    assert [after - before for before, after in pairwise(drawn)] == [pytest.approx(rest, abs=0.002)] * 2
+    assert [after - before for before, after in pairwise(drawn)] == [pytest.approx(pause, abs=0.002)] * 2

@@ -44,7 +44,7 @@ class Session:
         self._entered = lines.entered
 
     @property
-    def said(self):
+    def text(self):
         return self.out.getvalue()
 
     @property
@@ -80,7 +80,7 @@ def config(config, tmp_path):
     return replace(config, database=tmp_path / "chats.db")
 
 
-async def test_a_pipe_asks_switches_and_asks_again(config):
+async def test_piped_lines_ask_and_switch(config):
     code, session = await piped(config, "hello\n/mode speculative\nagain\\\nand more\n/stats\n/budget 128\n")
     assert (code, session.errors.getvalue()) == (0, "")
     order = [
@@ -91,86 +91,86 @@ async def test_a_pipe_asks_switches_and_asks_again(config):
         "model: S",
     ]
     order += ["speculative, read", "answers                    2", "[speculative, budget 128"]
-    assert re.search(".*".join(map(re.escape, order)), session.said, re.DOTALL), session.said
-    assert visible(session.said) == session.said
+    assert re.search(".*".join(map(re.escape, order)), session.text, re.DOTALL), session.text
+    assert visible(session.text) == session.text
 
 
 @pytest.mark.parametrize("asked", ["", "hello\n"])
-async def test_a_pipe_switches_there_and_back_with_no_token_between(config, asked):
+async def test_piped_switches_back_and_forth_are_all_printed(config, asked):
     lines = "/mode streaming budget=128\n/mode full\n/mode freeze\n/mode full\nagain\n"
     code, session = await piped(config, asked + lines)
     assert (code, session.errors.getvalue()) == (0, "")
-    switches = re.findall(r"^\[(\w+) to (\w+)", session.said, re.MULTILINE)
+    switches = re.findall(r"^\[(\w+) to (\w+)", session.text, re.MULTILINE)
     assert switches == [("full", "streaming"), ("streaming", "full"), ("full", "freeze"), ("freeze", "full")]
-    assert session.said.index("[freeze to full") < session.said.index("you: again\nmodel: ")
+    assert session.text.index("[freeze to full") < session.text.index("you: again\nmodel: ")
 
 
-async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
+async def test_a_saved_conversation_is_listed_and_resumed(config):
     await piped(config, "My cat is Biscuit.\n/new\nMy dog is Rex.\n")
     _, session = await piped(config, "/chats\n/open 2\n/open dog\n/title\n/open whale\n")
-    assert re.search(r"^1\. My dog is Rex\..*\n2\. My cat is Biscuit\.", session.said, re.MULTILINE)
-    assert session.said.index("you: My cat is Biscuit.\nmodel: Section 3") < session.said.index("you: My dog is Rex.")
-    assert session.said.endswith("My dog is Rex.\n")
+    assert re.search(r"^1\. My dog is Rex\..*\n2\. My cat is Biscuit\.", session.text, re.MULTILINE)
+    assert session.text.index("you: My cat is Biscuit.\nmodel: Section 3") < session.text.index("you: My dog is Rex.")
+    assert session.text.endswith("My dog is Rex.\n")
     assert '"whale"' in session.errors.getvalue()
     _, session = await piped(replace(config, resume=True), "/title\n")
-    assert "you: My dog is Rex." in session.said
+    assert "you: My dog is Rex." in session.text
 
 
-async def test_one_of_very_many_conversations_is_found_and_opened(config):
-    kept = ConversationStore(config.database)
+async def test_one_of_many_conversations_is_found_and_opened(config):
+    store = ConversationStore(config.database)
     for number in range(LISTED + 1):
         (conversation := Conversation()).ask(f"cat {number}" if number else "whale")
-        kept.save(conversation.changes())
-    kept.close()
+        store.save(conversation.changes())
+    store.close()
     _, session = await piped(config, f"/chats whale\n/open {LISTED + 1}\n/title\n/chats dog\n")
-    assert f"\n{LISTED + 1}. whale, " in session.said
-    assert "Title: whale\nNo conversation was found.\n" in session.said
+    assert f"\n{LISTED + 1}. whale, " in session.text
+    assert "Title: whale\nNo conversation was found.\n" in session.text
 
 
-async def test_an_edited_question_is_asked_in_place_of_the_last(config, tmp_path):
+async def test_an_edited_question_replaces_the_last(config, tmp_path):
     _, session = await piped(config, f"one\ntwo\n/edit due\n/edit @{tmp_path}\nthree\n/new foo\n")
     turns = session.plain.chat.state.conversation.turns
     assert [turn.content for turn in turns if turn.role == "user"] == ["one", "due", "three"]
-    assert "you: due\nmodel: " in session.said
+    assert "you: due\nmodel: " in session.text
     assert not lacks(session.errors.getvalue(), str(tmp_path), '/new "foo"')
 
 
-async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(config):
+async def test_the_command_line_question_comes_before_piped_lines(config):
     await piped(config, "My cat is Biscuit.\n")
     _, session = await piped(replace(config, prompt="What is its name?", resume=True), "And its age?\n")
-    asked = [line for line in session.said.splitlines() if line.startswith("you: ")]
+    asked = [line for line in session.text.splitlines() if line.startswith("you: ")]
     assert asked == ["you: My cat is Biscuit.", "you: What is its name?", "you: And its age?"]
 
 
-async def test_what_was_piped_in_stands_before_the_question_of_the_command_line_and_is_literal(config):
+async def test_piped_text_is_attached_verbatim_to_the_question(config):
     piped_in = "File stdin:\n```\n/new\n@nothing\n```"
     code, session = await piped(replace(config, prompt="Sum up", piped=piped_in), "")
     assert (code, session.errors.getvalue()) == (0, "")
-    assert session.said.startswith("kvchat-pocket, float32 on cpu")
-    assert "you: [stdin · 14 B]\nSum up\nmodel: " in session.said
+    assert session.text.startswith("kvchat-pocket, float32 on cpu")
+    assert "you: [stdin · 14 B]\nSum up\nmodel: " in session.text
     assert session.plain.chat.state.conversation.turns[0].content == f"{piped_in}\n\nSum up"
 
 
-async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
+async def test_refusals_go_to_stderr_and_set_the_exit_code(config):
     code, session = await piped(config, "/details\n/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1
     assert session.errors.getvalue().startswith("Error: "), "there are no details before the first answer"
     assert not lacks(session.errors.getvalue(), '"nothing"', "panels", "/details", "stays full")
-    assert "you: //x\nmodel: Section 3" in session.said
+    assert "you: //x\nmodel: Section 3" in session.text
 
 
-async def test_every_command_is_listed_or_refused_in_words(config):
+async def test_every_command_is_listed_or_refused(config):
     _, session = await piped(config, "/help\n/settings\n/settings\n/thinking\n/thinking\n")
-    assert re.search("no longer printed.*\n.*printed", session.said)
-    assert re.search(r"^/mode NAME key=value\.\.\.: ", session.said, re.MULTILINE)
-    assert re.search(r"sampling\.temperature = auto.*0\.7", session.said)
-    listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
+    assert re.search("no longer printed.*\n.*printed", session.text)
+    assert re.search(r"^/mode NAME key=value\.\.\.: ", session.text, re.MULTILINE)
+    assert re.search(r"sampling\.temperature = auto.*0\.7", session.text)
+    listed = set(re.findall(r"^/(\w+)", session.text, re.MULTILINE))
     own = (*session.plain._own, "quit")
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
     assert {action.id for name, action in COMMANDS.items() if name not in listed} == set(REFUSED)
 
 
-async def test_details_are_lines(config, monkeypatch):
+async def test_details_are_printed_as_lines(config, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     code, session = await piped(config, "/mode speculative\nhello\n/details\n/title\n")
     assert (code, session.errors.getvalue()) == (0, "")
@@ -182,39 +182,39 @@ async def test_details_are_lines(config, monkeypatch):
         "  0.5 to 1 ms 90 tokens\n",
         "  PCIe to the device 10.4 GiB/s",
     ):
-        assert line in session.said, session.said
-    assert session.said.endswith("Title: hello\n")  # said after the details
+        assert line in session.text, session.text
+    assert session.text.endswith("Title: hello\n")  # said after the details
 
 
 @pytest.mark.parametrize("after", ["", "/quit\n", "hello\n"])
-async def test_a_plan_is_waited_for(config, after):
+async def test_the_chat_waits_for_a_plan(config, after):
     code, session = await piped(config, f"/plan\n{after}")
     assert code == 1
     assert not lacks(session.errors.getvalue(), "bundled", "It has no weights.")
 
 
-async def test_a_download_is_waited_for(config):
+async def test_the_chat_waits_for_a_download(config):
     code = """import time; time.sleep(0.5); print('{"error": ["org/gone is gated.", "", ""]}')"""
     _, session = await piped(replace(config, download_command=(sys.executable, "-c", code)), "/model org/gone\n")
     assert "org/gone is gated." in session.errors.getvalue()
 
 
-async def test_a_new_conversation_is_named_as_one_and_an_edited_first_question_not(config):
+async def test_only_new_conversations_are_announced(config):
     _, session = await piped(config, "one\n/edit due\n/undo\n")
-    assert "new conversation" not in session.said
+    assert "new conversation" not in session.text
     _, session = await piped(config, "one\n/new\ntwo\n")
-    assert session.said.count("new conversation") == 1
+    assert session.text.count("new conversation") == 1
 
 
-async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path):
+async def test_a_question_can_be_written_in_an_editor(config, monkeypatch, tmp_path):
     code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('from the\\neditor\\n')"
     monkeypatch.setenv("VISUAL", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
     await wait_for(lambda: session.phase is Phase.READY)
     session.send("/editor\n")
-    await wait_for(lambda: "you: from the\neditor\nmodel: Section 3" in session.said)
-    await wait_for(lambda: session.said.endswith(PROMPT))
+    await wait_for(lambda: "you: from the\neditor\nmodel: Section 3" in session.text)
+    await wait_for(lambda: session.text.endswith(PROMPT))
     session.close()
     assert await running == 0
     code, session = await piped(config, "/editor\n")
@@ -222,7 +222,7 @@ async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path)
     assert "terminal" in session.errors.getvalue()
 
 
-async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatch, tmp_path):
+async def test_ctrl_c_is_left_to_the_running_editor(config, monkeypatch, tmp_path):
     begun = tmp_path / "begun"
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
     monkeypatch.setenv("VISUAL", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
@@ -238,51 +238,51 @@ async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatc
     assert await running == 128 + signal.SIGTERM
 
 
-async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
+async def test_a_pipe_reports_a_missing_model_once(config, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "refuse")
     code, session = await piped(config, "/mode\nhello\nagain\n")
     assert code == 1
     assert session.errors.getvalue().count("There is no such model.") == 1
     assert session.errors.getvalue().splitlines()[-1] not in session.errors.getvalue().splitlines()[:-1]
-    assert "speculative" in session.said
-    assert "hello" not in session.said
+    assert "speculative" in session.text
+    assert "hello" not in session.text
 
 
-async def test_words_taken_back_and_a_crash_are_told(config):
+async def test_withdrawn_text_and_a_crash_are_reported(config):
     code, session = await piped(config, "waver\ncrash\nhello\n")
     assert code == 1
-    assert "withdrawn by recovery: " in session.said
+    assert "withdrawn by recovery: " in session.text
     assert "exit code 3" in session.errors.getvalue()
-    assert session.said.count("model: ") >= 2
+    assert session.text.count("model: ") >= 2
 
 
-async def test_ctrl_c_stops_the_answer_then_leaves_when_pressed_twice(config):
+async def test_ctrl_c_stops_then_quits_when_pressed_twice(config):
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
-    await wait_for(lambda: session.said.endswith(PROMPT))
+    await wait_for(lambda: session.text.endswith(PROMPT))
     session.send("hold\n")
     await wait_for(lambda: session.phase is Phase.ANSWERING)
     os.kill(os.getpid(), signal.SIGINT)
-    await wait_for(lambda: "stopped]" in session.said)
+    await wait_for(lambda: "stopped]" in session.text)
     for word in ("/stop\n", ""):  # a line between them: the second is the first again
-        await wait_for(lambda: session.said.endswith(PROMPT))
-        said = len(session.said)
+        await wait_for(lambda: session.text.endswith(PROMPT))
+        length = len(session.text)
         os.kill(os.getpid(), signal.SIGINT)
-        await wait_for(lambda said=said: "again" in session.said[said:] and session.said.endswith(PROMPT))
+        await wait_for(lambda length=length: "again" in session.text[length:] and session.text.endswith(PROMPT))
         session.send(word)
     os.kill(os.getpid(), signal.SIGINT)
     assert await running == 0
-    assert "you: " not in session.said
+    assert "you: " not in session.text
 
 
-async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_input(config, monkeypatch):
+async def test_a_typed_switch_works_during_an_answer(config, monkeypatch):
     monkeypatch.setenv("FAKE_WORDS", "200")
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
     session.send("slow\n")
     await wait_for(lambda: session.phase is Phase.ANSWERING)
     session.send("/mode streaming\n")
-    await wait_for(lambda: "[full to streaming" in session.said)
+    await wait_for(lambda: "[full to streaming" in session.text)
     session.close()
     assert await running == 0
     assert session.plain.chat.state.conversation.last_text()
@@ -293,43 +293,43 @@ async def unsaved(config):
     """A session whose question does not fit on the disk, and its task."""
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
-    await wait_for(lambda: session.said.endswith(PROMPT))
+    await wait_for(lambda: session.text.endswith(PROMPT))
     with full_disk():
         session.send("hello\n")
         await wait_for(lambda: session.plain.chat.archive.problem)
         yield session, running
 
 
-async def test_what_could_not_be_saved_is_lost_only_when_asked_twice(unsaved):
+async def test_quitting_with_unsaved_text_takes_two_requests(unsaved):
     session, running = unsaved
     session.send("/quit\n")
-    await wait_for(lambda: "/quit again" in session.said + session.errors.getvalue())
+    await wait_for(lambda: "/quit again" in session.text + session.errors.getvalue())
     session.send("/quit\n")
     assert await running == 0
 
 
-async def test_the_end_of_the_input_too_asks_once_more_before_it_leaves_what_could_not_be_saved(unsaved):
+async def test_end_of_input_warns_about_unsaved_text(unsaved):
     session, running = unsaved
     session.close()  # a pipe, unlike a terminal, ends again at once
     assert await running == 0
-    assert "/quit again" in session.said + session.errors.getvalue()
+    assert "/quit again" in session.text + session.errors.getvalue()
 
 
-async def test_what_is_printed_when_the_input_ends_is_saved_and_ends_its_line(config):
+async def test_end_of_input_saves_the_printed_text(config):
     session = Session(config, is_typed=True)
     session.send("slow\n")
     running = asyncio.create_task(session.run())
-    await wait_for(lambda: "older pages" in session.said)
+    await wait_for(lambda: "older pages" in session.text)
     session.close()
     await running
-    kept = ConversationStore(config.database)
-    answer = kept.load(kept.latest().id).leaf.text
-    kept.close()
-    assert session.said.endswith(f"model: {answer}\n")
+    store = ConversationStore(config.database)
+    answer = store.load(store.latest().id).leaf.text
+    store.close()
+    assert session.text.endswith(f"model: {answer}\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM)])
-async def test_a_signal_leaves_with_its_code(config, number, code):
+async def test_a_signal_sets_the_exit_code(config, number, code):
     session = Session(config)
     running = asyncio.create_task(session.run())
     await wait_for(lambda: session.phase is Phase.READY)
@@ -337,46 +337,46 @@ async def test_a_signal_leaves_with_its_code(config, number, code):
     assert await running == code
 
 
-async def test_nothing_asked_waits_for_no_model(config, monkeypatch):
+async def test_an_empty_pipe_does_not_wait_for_the_model(config, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "wait")
     code, _ = await piped(config, "")
     assert code == 0
 
 
-async def test_a_comparison_and_a_needle_are_told_in_lines(config):
+async def test_comparison_and_needle_results_are_lines(config):
     code, session = await piped(config, "hello\n/compare sync full\n/needle 512\n")
     assert code == 0
-    assert "full: tok/s 50.0, read 50 %, fetched 0 B, alike 2, agree 75 %, KL 0.050" in session.said
-    assert "full: All said by full here." in session.said
-    assert re.search("full found.* 50 %", session.said)
-    assert "did not find" in session.said
+    assert "full: tok/s 50.0, read 50 %, fetched 0 B, alike 2, agree 75 %, KL 0.050" in session.text
+    assert "full: All said by full here." in session.text
+    assert re.search("full found.* 50 %", session.text)
+    assert "did not find" in session.text
 
 
 @pytest.mark.parametrize("lines", ["", "/speed 8\n"])
-async def test_a_recording_is_played_to_its_end_whatever_is_piped_in(config, tmp_path, lines):
+async def test_a_recording_plays_to_the_end_despite_piped_lines(config, tmp_path, lines):
     recording = tmp_path / "demo.jsonl"
     recorder = Recorder(recording, "1")
     loaded = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
-    said = (Started(3, 0), Text("I am well.", 3), Finished("eos", "I am well.", Stats()))
-    for event in (loaded, Asked("How are you?"), *said):
+    events = (Started(3, 0), Text("I am well.", 3), Finished("eos", "I am well.", Stats()))
+    for event in (loaded, Asked("How are you?"), *events):
         recorder.note(event)
     recorder.close()
     played = replace(config, replay="demo", engine_command=(*ENGINE, str(recording)), database=None)
     code, session = await piped(played, lines)
     assert (code, session.errors.getvalue()) == (0, "")
-    assert "you: How are you?\nmodel: I am well.\n" in session.said
+    assert "you: How are you?\nmodel: I am well.\n" in session.text
     watched = Session(played, is_typed=True)  # nobody typed the question there
     running = asyncio.create_task(watched.run())
-    await wait_for(lambda: "you: How are you?\nmodel: I am well." in watched.said)
+    await wait_for(lambda: "you: How are you?\nmodel: I am well." in watched.text)
     watched.close()
     await running
 
 
-async def test_the_latest_conversation_goes_on_in_its_own_mode_before_anything_is_asked(config):
+async def test_the_latest_conversation_opens_in_its_own_mode(config):
     await piped(config, "hello\n/mode speculative budget=128\n")
     code, session = await piped(replace(config, resume=True), "/mode\n")
     assert (code, session.errors.getvalue()) == (0, "")
-    assert re.search(r"speculative mode, budget 128.*^\* speculative", session.said, re.MULTILINE | re.DOTALL)
+    assert re.search(r"speculative mode, budget 128.*^\* speculative", session.text, re.MULTILINE | re.DOTALL)
 
 
 # ---- What is printed of an answer with a thought before it
@@ -398,7 +398,7 @@ async def printed(folds, text, withdrawn=0):
 
 
 @pytest.mark.parametrize(
-    ("folds", "text", "said"),
+    ("folds", "text", "expected"),
     [
         (False, "<think>one two</think>\n\nfine", "model: <think>one two</think>\n\nfine\n[3 tok]\n"),
         (True, "<think>one two</think>\n\nfine", "[thought, 2 words]\nmodel: fine\n[3 tok]\n"),
@@ -408,11 +408,11 @@ async def printed(folds, text, withdrawn=0):
         (True, "fine", "model: fine\n[3 tok]\n"),
     ],
 )
-async def test_a_thought_is_a_line_where_it_is_folded(folds, text, said):
-    assert await printed(folds, text) == said
+async def test_a_folded_thought_is_one_line(folds, text, expected):
+    assert await printed(folds, text) == expected
 
 
-async def test_words_taken_back_leave_a_folded_answer_going_on():
+async def test_a_folded_answer_continues_after_withdrawn_text():
     out = io.StringIO()
     answer = PlainAnswer(LineWriter(out, out), folds=True)
     answer.feed("<think>a b</think>one two")
@@ -421,7 +421,7 @@ async def test_words_taken_back_leave_a_folded_answer_going_on():
     assert out.getvalue() == "[thought, 2 words]\nmodel: one twothree"
 
 
-async def test_a_conversation_that_is_opened_folds_thoughts_too():
+async def test_opening_a_conversation_folds_thoughts():
     out = io.StringIO()
     view = PlainView(LineWriter(out, out), echoes=True)
     view.folds_thoughts = True
@@ -429,7 +429,7 @@ async def test_a_conversation_that_is_opened_folds_thoughts_too():
     assert out.getvalue() == "[thought, 2 words]\nmodel: fine\n"
 
 
-def test_a_badge_is_a_line_when_it_is_new():
+def test_new_badges_are_printed():
     out = io.StringIO()
     view = PlainView(LineWriter(out, out), echoes=True)
     slow, capped = "slow: by stock operations", "capped: freeze forgets"
@@ -439,7 +439,7 @@ def test_a_badge_is_a_line_when_it_is_new():
     assert out.getvalue() == f"[{slow}]\n[{capped}]\n[{slow}]\n"
 
 
-async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
+async def test_a_switch_is_printed_after_the_current_sentence():
     out = io.StringIO()
     view = PlainView(LineWriter(out, out), echoes=False)
     answer = await view.add_answer()
@@ -466,7 +466,7 @@ async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
 # ---- Lines in and out: split and joined as a person meant them, and nothing but text comes out
 
 
-class Arriving(LineReader):
+class ChunkedReader(LineReader):
     """Bytes that arrive a few at a time."""
 
     def __init__(self, data: bytes, step: int, entered: Callable[[], None] = lambda: None) -> None:
@@ -490,14 +490,14 @@ class Arriving(LineReader):
         (b"\xef\xbb\xbfone\ntwo\n", ["one", "two"]),
     ],
 )
-async def test_lines_are_read(data, lines, step):
-    assert [line async for line in Arriving(data, step)] == lines
+async def test_lines_are_split_and_joined(data, lines, step):
+    assert [line async for line in ChunkedReader(data, step)] == lines
 
 
-async def test_what_the_first_of_two_lines_prints_is_ended_where_the_second_prints():
+async def test_consecutive_commands_print_on_separate_lines():
     out = io.StringIO()
     lines = LineWriter(out, out, "> ")
-    async for line in Arriving(b"/regen\n/stats\n", 1000, lines.entered):
+    async for line in ChunkedReader(b"/regen\n/stats\n", 1000, lines.entered):
         (lines.line if line == "/stats" else lines.text)(line)
     assert out.getvalue() == "/regen\n/stats\n"
 
@@ -518,7 +518,7 @@ async def test_a_pipe_is_read_to_its_end():
         (b"/mode full\n/set\n", [("/mode full", False), ("/set", False)]),
     ],
 )
-async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, lines):
+async def test_lines_delivered_at_once_are_one_paste(arriving, lines):
     keyboard, terminal = os.openpty()
     os.write(keyboard, arriving + b"\x04")
     reader = LineReader(terminal)
@@ -527,7 +527,7 @@ async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, li
     os.close(terminal)
 
 
-async def test_lines_typed_while_a_command_runs_are_no_paste():
+async def test_lines_typed_during_a_command_are_not_a_paste():
     keyboard, terminal = os.openpty()
     reader, read = LineReader(terminal), []
     os.write(keyboard, b"/models\n")
@@ -543,7 +543,7 @@ async def test_lines_typed_while_a_command_runs_are_no_paste():
     os.close(terminal)
 
 
-async def test_what_is_typed_after_quit_is_left_to_the_shell(config):
+async def test_input_after_quit_is_left_to_the_shell(config):
     keyboard, terminal = os.openpty()
     os.write(keyboard, b"/quit\n")
     await Session(config, is_typed=True).plain.run(LineReader(terminal))
@@ -554,13 +554,13 @@ async def test_what_is_typed_after_quit_is_left_to_the_shell(config):
     os.close(terminal)
 
 
-async def test_a_plain_file_is_read(tmp_path):
+async def test_a_regular_file_is_read(tmp_path):
     (tmp_path / "lines").write_bytes(b"one\ntwo\n")
     with (tmp_path / "lines").open() as file:
         assert [line async for line in LineReader(file.fileno())] == ["one", "two"]
 
 
-async def test_a_line_without_end_is_refused_and_lets_others_run(monkeypatch):
+async def test_an_endless_line_is_refused_without_blocking(monkeypatch):
     monkeypatch.setattr(view, "LONGEST", 2**21)
     turns = 0
 
@@ -577,7 +577,7 @@ async def test_a_line_without_end_is_refused_and_lets_others_run(monkeypatch):
     assert turns > 10
 
 
-def test_text_goes_on_in_a_line_and_lines_stand_alone():
+def test_text_continues_a_line_and_lines_stand_alone():
     out, errors = io.StringIO(), io.StringIO()
     lines = LineWriter(out, errors)
     lines.text("model: a")
@@ -590,7 +590,7 @@ def test_text_goes_on_in_a_line_and_lines_stand_alone():
     assert errors.getvalue() == "wrong: ‹U+009B›\n"
 
 
-def test_the_prompt_gives_way_to_what_is_said():
+def test_output_ends_an_open_prompt():
     out = io.StringIO()
     lines = LineWriter(out, out, "> ")
     lines.ask()
@@ -602,5 +602,5 @@ def test_the_prompt_gives_way_to_what_is_said():
     assert out.getvalue() == "> model: a\n> \n[note]\n"
 
 
-def test_signs_become_words():
+def test_symbols_are_spelled_out():
     assert spoken("full → sync · “x” …\nkept") == 'full to sync, "x" ...\nkept'

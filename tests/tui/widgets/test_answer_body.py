@@ -64,7 +64,7 @@ def drawn(answer: Answer) -> str:
 
 
 @pytest.mark.parametrize("name", LARGE)
-async def test_a_huge_answer_is_shown_whole_with_few_new_widgets_at_a_time(name, paused):
+async def test_a_huge_answer_adds_few_widgets_at_a_time(name, paused):
     text = f"Here it is:\n\n{LARGE[name]}\nThat was it."
     app = Page()
     async with app.run_test(size=(120, 40)) as _:
@@ -85,7 +85,7 @@ async def test_a_huge_answer_is_shown_whole_with_few_new_widgets_at_a_time(name,
         assert "That was it." in drawn(answer)
 
 
-async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_markdown():
+async def test_a_split_list_has_no_gap():
     text = "".join(f"- item {n}\n" for n in range(25)) + f"\n{ROW * 9}\nAnd **then**."
     app = Page()
     async with app.run_test(size=(120, 60)) as _:
@@ -100,15 +100,15 @@ async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_ma
         await wait_for(lambda: len(rows()) == 25 and all(below - above == 1 for above, below in pairwise(rows())))
 
 
-@pytest.mark.parametrize("gone_with", ["the answer", "its text"])
-async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, gone_with):
+@pytest.mark.parametrize("removed", ["the answer", "its text"])
+async def test_removing_an_answer_while_drawing_does_not_crash(monkeypatch, removed):
     app = Page()
     async with app.run_test():
         answer = await app.query_one(Transcript).add(Answer())
         body = answer.query_one(answer_body.AnswerBody)
 
         async def pause():
-            await (answer.remove() if gone_with == "the answer" else body.remove_children())
+            await (answer.remove() if removed == "the answer" else body.remove_children())
 
         # ``feed`` would deadlock: its task would wait for the drawing, and the removal for that task.
         monkeypatch.setattr(answer_body, "pause", pause)
@@ -125,7 +125,7 @@ def links_of(answer: Answer) -> set[str]:
 
 
 @pytest.mark.parametrize(("between", "is_streamed"), [("prose", True), ("list", False)])
-async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_streamed):
+async def test_links_use_definitions_from_other_parts(between, is_streamed):
     first = "[0]: https://zero.org\n\nSee [one][1] and [One].\n\n" + LARGE["prose"][:600]
     last = f"And [zero][0].\n\n{LARGE[between]}\n[1]: https://one.org\n[one]: https://another.org\n"
     app = Page()
@@ -140,15 +140,15 @@ async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_st
         assert links_of(answer) == {f"link('https://{name}.org')" for name in ("zero", "one", "another")}
 
 
-async def test_lines_backslashes_and_underscores_are_drawn_as_the_model_wrote_them():
-    said = (
+async def test_line_breaks_backslashes_and_underscores_are_kept():
+    text = (
         "Roses are red,\nviolets are blue.\n\n- 12 Main Street\n  Springfield\n\n\\(a_1\\) and __init__ in C:\\_new\n"
     )
     app = Page()
     async with app.run_test(size=(80, 40)):
         answer = await app.query_one(Transcript).add(Answer())
-        for start in range(0, len(said), 7):
-            answer.feed(said[start : start + 7])
+        for start in range(0, len(text), 7):
+            answer.feed(text[start : start + 7])
             await answer._draw()
         lines = [
             "Roses are red,",
@@ -158,7 +158,7 @@ async def test_lines_backslashes_and_underscores_are_drawn_as_the_model_wrote_th
             r"\(a_1\) and __init__ in C:\_new",
         ]
         await wait_for(lambda: [line for line in lines if line not in drawn_lines(app)] == [])
-        await answer.finish(Message(parent=None, role="assistant", text=said, ending="eos"), "")
+        await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "")
         await wait_for(lambda: [line for line in lines if line not in drawn_lines(app)] == [])
 
 
@@ -166,7 +166,7 @@ def drawn_lines(app: App[None]) -> list[str]:
     return [line.strip(" ▌▊▎│•") for line in screen(app).split("\n")]
 
 
-async def test_spaces_are_drawn_as_they_were_written():
+async def test_spaces_are_drawn_as_written():
     texts = {
         "Down\n    the page\n  and   back": "Down\n    the page\n  and   back",
         "Name:    Bob\nAge:\t41": "Name:    Bob\nAge:    41",
@@ -211,11 +211,11 @@ def shown(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", AS_WRITTEN)
-def test_a_text_is_shown_as_it_was_written(text):
+def test_text_is_shown_as_written(text):
     assert shown(text) == text.replace("  \n", "\n")
 
 
-def test_stars_and_code_are_marks_as_ever():
+def test_emphasis_and_code_are_still_rendered():
     parser = MarkdownIt("commonmark")
     keep_as_written(parser)
     assert (
@@ -237,7 +237,7 @@ def test_stars_and_code_are_marks_as_ever():
         ("- a\n- b", [None, None]),
     ],
 )
-def test_items_keep_their_numbers(text, values):
+def test_list_items_keep_their_numbers(text, values):
     parser = MarkdownIt("commonmark")
     keep_as_written(parser)
     assert [token.attrGet("value") for token in parser.parse(text) if token.type == "list_item_open"] == values

@@ -18,7 +18,7 @@ from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, EXAMPLES, NE
 MANY = 120
 
 
-def said(count: int = MANY) -> list[Footed]:
+def make_messages(count: int = MANY) -> list[Footed]:
     """Questions ``q0``, ``q2``… and answers ``a1``, ``a3``…, whose texts begin with their ids."""
     roles = ("user", "assistant")
     ids = [f"{'qa'[number % 2]}{number}" for number in range(count)]
@@ -30,7 +30,7 @@ def said(count: int = MANY) -> list[Footed]:
 
 async def opened(app: KvchatApp, messages: Sequence[Footed] = ()) -> Transcript:
     """Show messages and wait until the last is drawn."""
-    await app.chat.show_messages(messages or said(), None)
+    await app.chat.show_messages(messages or make_messages(), None)
     transcript = app.chat.query_one(Transcript)
     await wait_for(lambda: f"a{MANY - 1}." in drawn(app) and transcript.is_vertical_scroll_end)
     return transcript
@@ -44,9 +44,9 @@ def chapters(transcript: Transcript) -> list[Chapter]:
     return list(transcript.query_children(Chapter))
 
 
-def test_the_newest_have_widgets_of_their_own():
-    assert {type(widget) for widget in message_widgets(said(NEWEST + CHAPTER_LENGTH))} == {Question, Answer}
-    first, second, *newest = message_widgets(said(NEWEST + CHAPTER_LENGTH + 1))
+def test_only_the_newest_messages_have_their_own_widgets():
+    assert {type(widget) for widget in message_widgets(make_messages(NEWEST + CHAPTER_LENGTH))} == {Question, Answer}
+    first, second, *newest = message_widgets(make_messages(NEWEST + CHAPTER_LENGTH + 1))
     assert [type(widget) for widget in (first, second)] == [Chapter, Chapter]
     assert ([message.id for message, _ in first.messages], len(second.messages), len(newest)) == (
         ["q0"],
@@ -55,7 +55,7 @@ def test_the_newest_have_widgets_of_their_own():
     )
 
 
-async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
+async def test_chapters_unfold_when_scrolled_or_jumped_to(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
         first, *_ = chapters(transcript)
@@ -67,7 +67,7 @@ async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
         assert not await transcript.go_to("elsewhere")
         transcript.choose(None)
-        app.chat.show_footer(said()[0][0], "pinned")
+        app.chat.show_footer(make_messages()[0][0], "pinned")
         transcript.scroll_home(animate=False)
         await until(lambda: "❯ q0." in drawn(app) and ids(transcript)[:2] == ["q0", "a1"])
         await until(lambda: "pinned" in drawn(app) and transcript.query_children(Chapter).last().folded)
@@ -83,10 +83,10 @@ async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
         assert texts(app.chat.query(Question))[-1].startswith("another")
 
 
-async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_height(running):
+async def test_the_visible_message_stays_when_a_chapter_above_resizes(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         long = Message(id="q100", parent=None, role="user", text="line\n" * 60)  # shortened in a widget of its own
-        transcript = await opened(app, [*said()[:100], (long, ""), *said()[101:]])
+        transcript = await opened(app, [*make_messages()[:100], (long, ""), *make_messages()[101:]])
         last, read = chapters(transcript)[-1], transcript.query_children(Question).first()
         height, is_drawn = last.size.height, last.styles.height.is_auto  # it may have changed its height before
         transcript.scroll_to_widget(read, animate=False, top=True, immediate=True)
@@ -95,7 +95,7 @@ async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_hei
         await until(lambda: read.virtual_region.y - transcript.scroll_y == place)
 
 
-async def test_all_words_of_a_chosen_question_can_be_read(running):
+async def test_a_selected_question_is_fully_readable(running):
     async with running(size=(80, 24), ready=False) as (app, pilot, until):
         await app.chat.show_messages([(Message(id="q", parent=None, role="user", text="xyz " * 60), "")], None)
         await until(lambda: drawn(app).count("xyz") == 60)
@@ -107,7 +107,7 @@ async def test_all_words_of_a_chosen_question_can_be_read(running):
         assert drawn(app).count("xyz") == 60
 
 
-async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_grew(running, monkeypatch):
+async def test_a_jump_succeeds_if_its_chapter_grows_late(running, monkeypatch):
     post, settle, late, settled = Chapter.post_message, Transcript.settle, [], []
 
     def posted(chapter, message):
@@ -125,8 +125,8 @@ async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_g
         await until(lambda: late and transcript.chosen == "q20" and (settled[-1] is None or len(settled) > 10))
         monkeypatch.setattr(Chapter, "post_message", post)
         count = len(settled)
-        for told in late:
-            transcript.on_chapter_grew(Chapter.Grew(told.chapter, 60))  # further than the screen is high
+        for event in late:
+            transcript.on_chapter_grew(Chapter.Grew(event.chapter, 60))  # further than the screen is high
         await until(lambda: len(settled) > count and settled[-1] is None)
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
@@ -134,20 +134,20 @@ async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_g
 # ---- The first screen: examples chosen by key and by mouse, at every size
 
 
-def test_numbers_and_nothing_stand_for_questions():
+def test_numbers_and_empty_input_choose_examples():
     assert [example(text, BUNDLED) for text in ("", "1", "2", "3")] == [EXAMPLES[True][n] for n in (0, 0, 1, 2)]
     assert [example(text, "other") for text in ("3", "4", "5", " ", "1 a")] == [EXAMPLES[False][2], NEEDLE, *[None] * 3]
 
 
-def test_before_a_recording_nothing_can_be_asked():
-    said = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl")._content())
-    assert said.startswith("demo.jsonl")
-    assert "F12 pauses it" in said
-    assert not any(question in said for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
+def test_the_welcome_screen_of_a_recording_offers_no_questions():
+    text = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl")._content())
+    assert text.startswith("demo.jsonl")
+    assert "F12 pauses it" in text
+    assert not any(question in text for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size):
+async def test_the_welcome_screen_disappears_after_the_first_question(running, size):
     async with running(size=size) as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
         welcome, transcript = app.chat.query_one(Welcome), app.chat.query_one(Transcript)
@@ -163,7 +163,7 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         assert app.controller.state.conversation.turns[2].content == "2"
 
 
-async def test_a_number_or_a_click_asks_and_the_needle_leads_back_to_the_first_screen(running):
+async def test_a_number_or_a_click_asks_an_example(running):
     async with running() as (app, pilot, until):
         typed(app, "4")
         await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)

@@ -39,17 +39,17 @@ def lines(column):
     return [line for line in shown if line]
 
 
-async def test_a_title_has_one_line_and_no_control_characters(column):
+async def test_titles_are_one_line_without_control_characters(column):
     assert lines(column) == ["A cat", "A [b]dog[/b] ␛[31mwith a ve…"]
     assert column.highlighted == 0
 
 
-async def test_a_click_asks_for_another_and_the_mark_waits_for_it(column):
+async def test_a_click_selects_without_moving_the_mark(column):
     await Pilot(column.app).click(column, offset=(3, 2))
     assert (column.app.chosen, column.highlighted) == (["2"], 0)
 
 
-async def test_the_mark_follows_the_present_one(column):
+async def test_the_mark_follows_the_current_conversation(column):
     column.show([CAT, DOG], "2")
     assert column.highlighted == 1
     column.show([CAT, DOG], "3")

@@ -14,7 +14,7 @@ from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, LabeledRows, Timel
 ALL = "figures-all"
 
 
-async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_by_a_key(
+async def test_four_figures_are_shown_until_f7_shows_all(
     running,
 ):
     async with running() as (app, pilot, until):
@@ -45,7 +45,7 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 
 
-async def test_panels_and_status_show_the_snapshot_and_the_modes_own_numbers_once(running, monkeypatch):
+async def test_panels_and_status_show_snapshot_and_mode_figures(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class(ALL)
@@ -84,7 +84,7 @@ async def test_panels_and_status_show_the_snapshot_and_the_modes_own_numbers_onc
 
 
 @pytest.mark.parametrize("size", [(120, 40), (200, 60)])
-async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, monkeypatch, size):
+async def test_a_focused_panel_explains_the_selected_row(running, monkeypatch, size):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=size) as (app, _pilot, until):
         app.chat.add_class(ALL)
@@ -100,12 +100,12 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
             press(app, "down")
         await until(lambda: str(meaning.content).startswith(LAST[size]))
         assert meaning.region.bottom <= app.size.height
-        said = [str(meaning.content)]
-        while not said[-1].startswith("reads: "):
+        explanations = [str(meaning.content)]
+        while not explanations[-1].startswith("reads: "):
             press(app, "up")
-            await until(lambda: str(meaning.content) != said[-1])
-            said.append(str(meaning.content))
-        assert f"heads corrected: {figures['heads corrected']}" in said
+            await until(lambda: str(meaning.content) != explanations[-1])
+            explanations.append(str(meaning.content))
+        assert f"heads corrected: {figures['heads corrected']}" in explanations
         press(app, "escape")
         await until(lambda: prompt(app).has_focus and not meaning.display)
         assert {block.chosen for block in app.chat.query(LabeledRows)} == {None}
@@ -121,7 +121,7 @@ PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"
 EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is capturing"
 
 
-def test_without_room_they_are_counted_and_never_colored_only():
+def test_badges_are_counted_if_room_is_short():
     assert short_badges((), 80).plain == ""
     both = short_badges((PAGEABLE, EAGER), 60)
     assert both.plain == f" {BADGE_GLYPH} pageable host memory · no CUDA graph "
@@ -130,7 +130,7 @@ def test_without_room_they_are_counted_and_never_colored_only():
     assert [span.style for span in both.spans] == [BADGE_STYLE]
 
 
-async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_every_width(running, monkeypatch):
+async def test_badges_show_reasons_and_fit_every_width(running, monkeypatch):
     monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
     async with running(size=(120, 40)) as (app, pilot, until):
         bar, badges = app.chat.query_one(StatusBar), app.chat.query_one(Badges)
@@ -153,7 +153,7 @@ async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_ever
 # ---- The event log in the detail column
 
 
-async def test_an_event_of_any_length_is_a_line_of_the_log_and_without_badges_there_are_none(running):
+async def test_long_events_are_cut_in_the_log(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
         bar = app.chat.query_one(StatusBar)
         await until(lambda: bar.snapshot and bar.render().plain.strip())

@@ -31,7 +31,7 @@ async def shown(app: App[None], text: str) -> PlainText:
     return part
 
 
-async def test_every_word_is_in_a_row_that_fits():
+async def test_every_word_is_in_a_fitting_row():
     app = App[None]()
     async with app.run_test(size=SIZE) as pilot:
         for text in LONG.values():
@@ -45,7 +45,7 @@ async def test_every_word_is_in_a_row_that_fits():
             await part.remove()
 
 
-async def test_words_stay_whole_and_indentation_stays():
+async def test_wrapping_keeps_words_and_indentation():
     app = App[None]()
     async with app.run_test(size=(20, 24)) as pilot:
         part = await shown(app, "  one two three four five six\nend")
@@ -59,7 +59,7 @@ async def test_words_stay_whole_and_indentation_stays():
         assert (part.size.height, part.render_line(0).text.rstrip()) == (1, "other")
 
 
-async def test_without_a_column_for_it_nothing_is_drawn():
+async def test_zero_width_draws_nothing():
     app = App[None]()
     async with app.run_test(size=SIZE) as pilot:
         part = await shown(app, "one two three")
@@ -69,7 +69,7 @@ async def test_without_a_column_for_it_nothing_is_drawn():
         assert part.render_line(0).text == ""
 
 
-async def test_what_is_selected_is_marked_and_copied():
+async def test_a_selection_is_marked_and_copied():
     app = App[None]()
     async with app.run_test(size=(20, 24)) as pilot:
         part = await shown(app, "  one two three four five six\nend")
@@ -81,12 +81,12 @@ async def test_what_is_selected_is_marked_and_copied():
         await pilot.pause()
         marked = part.render_line(1)
         assert marked.text == plain.text
-        ground = next(iter(plain)).style.bgcolor
-        assert [segment.text for segment in marked if segment.style.bgcolor != ground] == ["five six"]
+        background = next(iter(plain)).style.bgcolor
+        assert [segment.text for segment in marked if segment.style.bgcolor != background] == ["five six"]
         assert next(iter(marked)).style.meta["offset"] == (21, 0)
 
 
-def test_the_longest_line_is_its_width():
+def test_the_content_width_is_the_longest_line():
     assert PlainText("one\nthree").get_content_width(SIZE, SIZE) == cell_len("three")
     assert PlainText().get_content_width(SIZE, SIZE) == 0
 
@@ -100,7 +100,7 @@ class Page(App[None]):
 
 
 @pytest.mark.parametrize("text", ["```\nx = 1\n```\n", "    x = 1\n"])
-async def test_the_language_of_code_is_not_guessed(monkeypatch, text):
+async def test_code_languages_are_not_guessed(monkeypatch, text):
     guessed = []
     monkeypatch.setattr(highlight, "guess_language", lambda code, path: guessed.append(code) or "text")
     app = Page()
@@ -110,11 +110,11 @@ async def test_the_language_of_code_is_not_guessed(monkeypatch, text):
     assert not guessed
 
 
-def test_a_language_that_is_named_is_highlighted():
+def test_named_languages_are_highlighted():
     assert len(CodeBlock.highlight("x = 1", "python").spans) > len(CodeBlock.highlight("x = 1", "").spans)
 
 
-async def test_all_of_a_long_line_of_code_can_be_read():
+async def test_long_code_lines_are_fully_readable():
     app, words = Page(), [f"word{n}" for n in range(30)]
     async with app.run_test(size=(24, 40)) as _:
         await app.query_one(MarkdownPart).show(f"```\n{' '.join(words)}\n```\n", is_closed=True, is_final=True)
@@ -145,7 +145,7 @@ async def draw(app: App[None], text: str) -> list[str]:
     return [item.render_line(y).text.rstrip() for item in items for y in range(item.size.height)]
 
 
-async def test_an_item_is_one_widget_and_its_rows_are_behind_its_bullet():
+async def test_a_list_item_is_one_indented_widget():
     app = Page()
     async with app.run_test(size=(24, 80)) as _:
         for name, (text, expected) in LISTS.items():
@@ -155,7 +155,7 @@ async def test_an_item_is_one_widget_and_its_rows_are_behind_its_bullet():
         assert [row.split()[-1] for row in rows] == [str(n) for n in range(40)]
 
 
-async def test_other_blocks_of_an_item_are_indented_and_words_keep_their_style():
+async def test_blocks_in_items_are_indented_and_keep_styles():
     app = Page()
     async with app.run_test(size=(40, 40)) as _:
         rows = await draw(app, "1. Do **this**:\n\n   ```py\n   x = 1\n   ```\n\n   and that.\n")

@@ -17,7 +17,7 @@ async def paste(app, text: str) -> Prompt:
     return prompt(app)
 
 
-async def test_a_paste_is_literal_folded_where_it_is_large_and_undone(running):
+async def test_pastes_are_literal_folded_if_large_and_undoable(running):
     async with running() as (app, pilot, until):
         assert (await paste(app, "one\r\ntwo\rthree\n")).text == "one\ntwo\nthree\n"
         field = await paste(app, "x\n" * FOLD_LINES)
@@ -43,7 +43,7 @@ async def test_a_paste_is_literal_folded_where_it_is_large_and_undone(running):
         await until(lambda: app.theme == "kvchat-light")
 
 
-async def test_what_is_pasted_is_sent_to_the_letter(running, monkeypatch):
+async def test_pasted_text_is_sent_verbatim(running, monkeypatch):
     pasted = [
         *("// x = 1;\nint y;", "//x", "/usr/bin/python: No module named kvchat", "/mode streaming", "/no-such\n/thing"),
         *("@app.py is what?", "@/no/such/file", r"see \@notes.txt and \_x\_", "/* a */"),
@@ -74,7 +74,7 @@ async def test_what_is_pasted_is_sent_to_the_letter(running, monkeypatch):
         assert field.written.text == f"{whole}\nmore"
 
 
-async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
+async def test_mentions_typed_next_to_a_paste_work(running, tmp_path):
     (tmp_path / "notes.txt").write_text("a fact")
     async with running() as (app, _pilot, until):
         (await paste(app, "@dataclass @/no/such/file")).insert(f" and @{tmp_path}/notes.txt")
@@ -92,7 +92,7 @@ async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
         assert "a fact" in app.controller.state.conversation.turns[4].content
 
 
-async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unless_it_had_pastes(running, tmp_path):
+async def test_long_editor_text_attaches_files_unless_it_had_pastes(running, tmp_path):
     (tmp_path / "notes.txt").write_text("a fact")
     written = "a line\n" * FOLD_LINES + f"about @{tmp_path}/notes.txt"
     async with running() as (app, _pilot, until):
@@ -109,7 +109,7 @@ async def test_a_long_text_of_the_editor_attaches_files_as_a_short_one_does_unle
             await paste(app, "@dataclass")
 
 
-async def test_what_is_typed_after_a_refused_command_stands_alone(running):
+async def test_typing_after_a_refused_command_starts_fresh(running):
     async with running() as (app, _pilot, until):
         field = prompt(app)
         for number, refused in enumerate(("/no-such-thing 1", "/budget many", "/mode nothing", "/stop now"), 1):
@@ -126,7 +126,7 @@ async def test_what_is_typed_after_a_refused_command_stands_alone(running):
         assert field.text == "question"
 
 
-async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
+async def test_five_megabytes_fold_quickly_and_are_sent_whole(running):
     text = "0123456789abcde\n" * 312_500
     async with running() as (app, _pilot, until):
         begun = time.process_time()
@@ -139,7 +139,7 @@ async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
         assert app.controller.state.conversation.turns[0].content == text + " what is this?"
 
 
-async def test_newlines_history_and_what_is_typed_ahead_of_enter(running):
+async def test_newlines_history_and_typing_ahead(running):
     async with running() as (app, _pilot, until):
         press(app, "a", "ctrl+j", "b", "enter", "left", "y", "o")
         await until(lambda: finished(app) and prompt(app).text == "yo")
@@ -151,7 +151,7 @@ async def test_newlines_history_and_what_is_typed_ahead_of_enter(running):
         await until(lambda: prompt(app).text == "d")
 
 
-async def test_a_prompt_that_waits_paints_nothing(running, monkeypatch):
+async def test_an_idle_prompt_repaints_nothing(running, monkeypatch):
     async with running() as (app, _pilot, until):
         prompt = app.chat.query_one(Prompt)
         await until(lambda: prompt.has_focus)

@@ -33,13 +33,13 @@ from kvchat.tui.widgets.transcript import Gutter, Transcript, shade
 from kvchat.units import BARS
 
 
-def test_every_state_has_a_color_and_what_is_not_read_a_glyph_of_its_own():
+def test_every_state_has_a_color_and_distinct_glyphs():
     assert set(CLASSES) == set(RIBBON)
     assert len({*GLYPHS.values(), *BARS, TICK}) == len(GLYPHS) + len(BARS) + 1
     assert all(word in legend(True).plain for word in RIBBON.values())
 
 
-def test_the_height_of_a_part_is_the_share_that_is_read():
+def test_the_bar_height_is_the_share_read():
     assert "".join(glyph("D", share) for share in range(10)) == "▁▁▂▃▄▄▅▆▇█"
     assert [glyph(letter, 0) for letter in "RHFX"] == ["▲", "·", "~", "×"]
     assert (glyph("H", 2), glyph("R", 9)) == ("▂", "▲")
@@ -48,7 +48,7 @@ def test_the_height_of_a_part_is_the_share_that_is_read():
 @pytest.mark.parametrize(
     ("digits", "width", "shares"), [("", 5, []), ("90", 5, [9, 0]), ("9900", 2, [9, 0]), ("90", 1, [4])]
 )
-def test_shares_of_groups_are_means(digits, width, shares):
+def test_group_shares_are_means(digits, width, shares):
     assert mean_shares(digits, width) == shares
 
 
@@ -56,7 +56,7 @@ def test_shares_of_groups_are_means(digits, width, shares):
     ("cells", "width", "shown"),
     [("SDDW", 10, "SDDW"), ("SHHHHHHDHHHW", 3, "SHW"), ("HHHR" * 2, 2, "RR"), ("HHD" * 3, 3, "HHH"), ("", 5, "")],
 )
-def test_squeezing_keeps_the_majority_and_what_is_rare(cells, width, shown):
+def test_squeezing_keeps_the_majority_and_rare_states(cells, width, shown):
     assert squeeze(cells, width) == shown
 
 
@@ -77,7 +77,7 @@ def test_parts_cover_all_tokens_without_gap_or_overlap(cells, width, cell_tokens
     assert tokens_of(0, 32, 0, 80, 0) == (0, 0), "nothing is stored"
 
 
-def test_a_token_lies_in_the_part_that_shows_it():
+def test_a_token_is_in_the_part_that_shows_it():
     for cells, width in ((10, 40), (1024, 60), (60, 60)):
         for position in range(0, cells * 32, 37):
             part = part_of(position, 32, cells, width)
@@ -86,7 +86,7 @@ def test_a_token_lies_in_the_part_that_shows_it():
 
 
 @given(cells=st.integers(1, 300), width=st.integers(1, 200))
-def test_a_click_finds_the_part_it_shows(cells, width):
+def test_a_click_finds_the_part_under_it(cells, width):
     parts = min(cells, width)
     edges = [part * width // parts for part in range(parts + 1)]
     for column in range(width):
@@ -94,7 +94,7 @@ def test_a_click_finds_the_part_it_shows(cells, width):
         assert edges[part] <= column < edges[part + 1]
 
 
-async def test_enter_and_a_click_choose_the_message_of_the_part(running):
+async def test_enter_or_a_click_selects_the_parts_message(running):
     async with running() as (app, pilot, until):
         await ask(app, "hello there", "and now")
         ribbon, transcript = app.chat.query_one(Ribbon), app.chat.query_one(Transcript)
@@ -114,7 +114,7 @@ async def test_enter_and_a_click_choose_the_message_of_the_part(running):
 
 
 @pytest.mark.parametrize("size", [(44, 14), (80, 24)])
-async def test_a_focused_ribbon_has_a_legend_of_what_it_shows(running, monkeypatch, size):
+async def test_a_focused_ribbon_shows_a_legend(running, monkeypatch, size):
     monkeypatch.setenv("FAKE_GPU", "1")
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running(size=size) as (app, _pilot, until):
@@ -126,7 +126,7 @@ async def test_a_focused_ribbon_has_a_legend_of_what_it_shows(running, monkeypat
         assert ("all heads" in ribbon.render_line(2).text) == (size[0] >= 80)
 
 
-async def test_without_a_gpu_no_word_names_a_device(running, monkeypatch):
+async def test_without_a_gpu_no_device_is_mentioned(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running(size=(200, 60)) as (app, _pilot, until):
         await ask(app, "alpha beta")
@@ -173,11 +173,11 @@ async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
         ("?", 0, "·"),
     ],
 )
-def test_the_glyph_tells_the_share_without_color(letter, share, glyph):
+def test_glyphs_show_the_share_without_color(letter, share, glyph):
     assert shade(Mark(letter, share)) == glyph
 
 
-async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_every_size(running):
+async def test_gutter_marks_align_with_messages_at_every_size(running):
     async with running(size=(80, 20)) as (app, pilot, until):  # the answer does not fit
         await ask(app, "hello")
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
@@ -186,7 +186,7 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
         queued = await app.chat.add_question("next", queued=True)  # not stored, and without an id yet
         await until(lambda: queued.region.height and transcript.is_vertical_scroll_end)
 
-        def beside_the_messages():
+        def expected_rows():
             rows, top = [" "] * gutter.size.height, transcript.region.y
             for glyph, message in (("×", question), ("█", answer)):
                 for y in range(max(message.region.y - top, 0), min(message.region.bottom - top, len(rows))):
@@ -199,14 +199,14 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
         def is_marked():
             read = Mark("D", 1.0)
             gutter.show({question.message: Mark("X", 0.0), answer.message: read, UNFINISHED: read}.get)
-            return {"█", " "} <= set(shown()) and shown() == beside_the_messages()
+            return {"█", " "} <= set(shown()) and shown() == expected_rows()
 
         await until(is_marked)
         assert (gutter.region.width, gutter.region.x) == (1, transcript.region.x)
         assert gutter.allow_select  # a selection may begin at the left edge
         assert gutter.get_selection(SELECT_ALL) is None  # but its marks are not copied
         transcript.scroll_home(animate=False)
-        await until(lambda: transcript.scroll_y == 0 and "×" in shown() and shown() == beside_the_messages())
+        await until(lambda: transcript.scroll_y == 0 and "×" in shown() and shown() == expected_rows())
         size, drawn = transcript.virtual_size, list(gutter._rows)
         gutter.show({answer.message: Mark("D", 0.1)}.get)
         assert transcript.virtual_size == size
@@ -241,7 +241,7 @@ def snapshot(ribbon: str, attended: str, total: int) -> Snapshot:
     return Snapshot("streaming", {}, 1.0, total, 4096, 0, 0, ribbon=ribbon, attended=attended)
 
 
-def test_ranges_follow_the_counts_of_the_answers():
+def test_message_ranges_follow_the_answers_counts():
     conversation = talk()
     one, first, two, second = (message.id for message in conversation.path)
     expected = {one: (0, 20), first: (20, 64), two: (64, 90), second: (90, 320)}
@@ -256,7 +256,7 @@ def test_ranges_follow_the_counts_of_the_answers():
     assert message_ranges(conversation.path, None, 400) == expected
 
 
-def test_the_message_of_a_token():
+def test_a_token_maps_to_its_message():
     conversation = talk()
     ranges = message_ranges(conversation.path, None, 400)
     one, first, two, second = ranges
@@ -264,7 +264,7 @@ def test_the_message_of_a_token():
     assert [state.message_at(at) for at in (0, 20, 63, 64, 319, 320)] == [one, first, first, two, second, None]
 
 
-def test_marks_tell_state_and_share():
+def test_marks_show_state_and_share():
     conversation = talk()
     one, first, two, second = (message.id for message in conversation.path)
     ranges, read = message_ranges(conversation.path, None, 320), snapshot("SXXXXXWWWW", "9000009999", 320)

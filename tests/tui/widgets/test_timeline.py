@@ -47,7 +47,7 @@ def test_columns_are_ranges_of_tokens():
     assert by_tokens([], 10) == []
 
 
-def test_a_conversation_cut_back_forgets_later_steps_and_memory_is_bounded():
+def test_going_back_drops_later_points_and_points_are_bounded():
     timeline = Timeline()
     for stored in (10, 20, 30):
         timeline.add(1, stored)
@@ -59,7 +59,7 @@ def test_a_conversation_cut_back_forgets_later_steps_and_memory_is_bounded():
     assert timeline.points[-1].stored == 3 * MAX_POINTS - 1
 
 
-class Shown(App[None]):
+class TimelineApp(App[None]):
     """A timeline of five rows."""
 
     CSS = "Timeline { height: 5; }"
@@ -71,8 +71,8 @@ class Shown(App[None]):
         yield Timeline()
 
 
-async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
-    app = Shown()
+async def test_the_timeline_labels_its_axes_and_heights():
+    app = TimelineApp()
     async with app.run_test(size=(40, 10)):
         timeline = app.query_one(Timeline)
         assert not any(timeline.render_line(y).text.strip() for y in range(5))
@@ -99,7 +99,7 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
 GiB = 2**30
 
 
-def test_each_reading_has_its_scale_and_its_present_value():
+def test_each_reading_has_its_own_scale_and_current_value():
     moments = [Moment(6 * GiB, 24 * GiB, 50, 100.0), Moment(12 * GiB, 24 * GiB, 100, None, GiB)]
     lines = {name: (bars(values, top), value) for name, values, top, value in readings(moments)}
     assert lines == {
@@ -115,7 +115,7 @@ def test_each_reading_has_its_scale_and_its_present_value():
 # ---- The history of NVML's readings: at most one moment a second, none without a reading
 
 
-def test_a_moment_a_second_is_kept_and_the_oldest_go():
+def test_one_reading_per_second_is_kept_up_to_a_limit():
     now = [0.0]
     history = GpuHistory(lambda: now[0])
     for step in range(20):
@@ -129,7 +129,7 @@ def test_a_moment_a_second_is_kept_and_the_oldest_go():
     assert history.moments[-1].used == 2 * POINTS - 1
 
 
-def test_traffic_is_known_while_details_are_and_silence_is_no_moment():
+def test_pcie_traffic_needs_details_and_a_reading():
     now = [0.0]
     history = GpuHistory(lambda: now[0])
     history.note(None, Details(0, pcie_to_device=5))
@@ -144,7 +144,7 @@ def test_traffic_is_known_while_details_are_and_silence_is_no_moment():
 # ---- Fetch times: bars as long as their number of steps, divided into hidden and exposed time
 
 
-def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
+def test_bars_show_steps_split_into_hidden_and_exposed():
     drawn = [
         "".join(text for text, _ in recall_bar(one, 40, 20))
         for one in (RecallBin(40, 3, 1), RecallBin(20, 0, 2), RecallBin(1, 1, 0), RecallBin())
@@ -152,7 +152,7 @@ def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
     assert drawn == [HIDDEN * 15 + EXPOSED * 5, EXPOSED * 10 + " " * 10, HIDDEN + " " * 19, " " * 20]
 
 
-def test_only_the_times_that_occurred_are_shown():
+def test_only_the_range_of_occurred_times_is_shown():
     bins = [RecallBin()] * (len(RECALL_EDGES_MS) + 1)
     assert not occupied_bins(bins)
     bins[2] = bins[4] = RecallBin(3, 1, 1)
@@ -175,11 +175,11 @@ def test_every_layer_and_head_has_one_cell_and_all_cells_fit(layers, heads, widt
     assert bool(grid.note) == (layers > width or heads > height)
 
 
-def test_a_cell_is_a_step_lower_for_half_of_it():
+def test_each_halving_lowers_a_cell_by_one_step():
     assert [glyph(share) for share in (0, 1e-9, 1 / 64, 0.25, 0.5, 1)] == [NONE, *(BARS[n] for n in (0, 1, 5, 6, 7))]
 
 
-def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_cursor():
+def test_the_head_map_shows_rows_extremes_and_the_cursor_cell():
     state = ChatState(Conversation(), Sampling(), "full")
     shown, held = HeadMap(state), HeadMap(state, holds=True)
     assert "nothing stored" in shown.render().plain

@@ -22,13 +22,13 @@ def weighted(*weights: int) -> list[Answer]:
     return made
 
 
-def test_answers_stay_up_to_a_weight_but_two_at_least():
+def test_at_least_two_answers_stay_expanded():
     assert live_count(weighted(1, 1)) == 2
     assert live_count(weighted(*[LIVE_WIDGETS // 4] * 10)) == 4
     assert live_count(weighted(*[LIVE_WIDGETS * 2] * 10)) == 2
 
 
-async def test_new_lines_below_while_the_reader_is_elsewhere(running):
+async def test_new_lines_are_counted_while_scrolled_up(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         await ask(app, "hello")
         typed(app, "slow")
@@ -45,7 +45,7 @@ async def test_new_lines_below_while_the_reader_is_elsewhere(running):
         await until(lambda: not chip.display)
 
 
-async def test_what_is_told_before_an_answers_first_word_stands_above_it(running):
+async def test_notes_before_the_first_word_go_above_the_answer(running):
     async with running(ready=False) as (app, _pilot, until):
         await app.chat.show_messages([], None)
         await app.chat.add_question("asked", queued=False)
@@ -61,7 +61,7 @@ async def test_what_is_told_before_an_answers_first_word_stands_above_it(running
         assert [shown.index(answer), shown.index(queued)] == [len(shown) - 3, len(shown) - 1]
 
 
-async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkeypatch):
+async def test_old_answers_collapse_and_expand_when_read(running, monkeypatch):
     monkeypatch.setattr("kvchat.tui.widgets.transcript.LIVE_WIDGETS", 1)
     async with running(size=(80, 24)) as (app, _pilot, until):
         for number in range(1, 9):
@@ -99,7 +99,7 @@ def drawn(app) -> str:
     return "\n".join(str(block.render()) for block in answers(app)[0].query("MarkdownBlock"))
 
 
-async def test_html_is_text_and_a_thought_is_folded(running):
+async def test_html_is_text_and_thoughts_are_folded(running):
     async with running() as (app, _pilot, until):
         app.controller.state.enter_phase(Phase.LOADING)
         await app.controller.ask("hi")
@@ -125,7 +125,7 @@ async def test_html_is_text_and_a_thought_is_folded(running):
         assert app.clipboard.startswith("<div>three")
 
 
-async def test_the_end_of_a_thought_that_the_prompt_began_folds_it(running):
+async def test_a_thought_begun_by_the_prompt_is_folded(running):
     async with running() as (app, _pilot, until):
         answer = await app.chat.add_answer()
         answer.thought = "</think>"
@@ -140,7 +140,7 @@ async def test_the_end_of_a_thought_that_the_prompt_began_folds_it(running):
         assert not answer.collapsed, "no layout has seen it"
 
 
-async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again_or_gone_on_with(running):
+async def test_switch_marks_stay_in_a_reopened_or_resumed_answer(running):
     message = Message(parent=None, role="assistant", text="one two", ending="stopped", switch_lines=(LINE,))
     async with running() as (app, _pilot, until):
         past = Answer.past(message, "")
@@ -161,11 +161,11 @@ async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again
         await until(lambda: answer.query_one(AnswerBody) and answer._parts()[1] == expected)
         await answer.finish(replace(message, text=text, switch_lines=lines), "")
         assert answer._parts()[1] == expected
-        told = texts(answer.query(".switches").results(Static))
-        assert told == [f"┃¹ full -> sync\n┃² {mark.line}"]
+        footnotes = texts(answer.query(".switches").results(Static))
+        assert footnotes == [f"┃¹ full -> sync\n┃² {mark.line}"]
 
 
-async def test_an_answer_that_is_to_be_opened_before_it_is_mounted_is_composed_once(running):
+async def test_an_answer_opened_during_mounting_is_composed_once(running):
     async with running() as (app, _pilot, until):
         past = Answer.past(Message(parent=None, role="assistant", text="one", ending="eos"), "3 tok")
         mounted = app.chat._transcript.mount(past)
@@ -176,7 +176,7 @@ async def test_an_answer_that_is_to_be_opened_before_it_is_mounted_is_composed_o
         assert (past.collapsed, texts(past.query(".receipt").results(Static))) == (False, ["3 tok"])
 
 
-def test_a_past_answer_is_collapsed_and_weighed_by_its_lines():
+def test_a_past_answer_starts_collapsed_with_its_weight():
     message = Message(parent=None, role="assistant", text="a\nb\nc", ending="stopped")
     answer = Answer.past(message, "3 tok")
     assert (answer.collapsed, answer.finished, answer.weight, answer.text) == (True, True, 6, "a\nb\nc")
