@@ -25,7 +25,7 @@ from kvchat.models import compile_ahead
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 ANSWER = "".join(PIECES)
-TAU_SETTINGS = {"index": "bounds", "unit": "page", "query": "last"}  # what tau is a parameter of
+TAU_SETTINGS = {"index": "bounds", "unit": "page", "query": "last"}  # implied by tau
 
 
 def prompt(session: FakeSession) -> str:
@@ -257,7 +257,7 @@ def test_a_prompt_that_does_not_fit_exits_with_3(run, session):
     assert outcome.code == 3
     assert outcome.err == f"kvchat: {session.error}\n"
     session.error = EngineError("Broken.")
-    assert run("ask", "hello") == (1, "The quick\n", "kvchat: Broken.\n"), "what came stays on a line of its own"
+    assert run("ask", "hello") == (1, "The quick\n", "kvchat: Broken.\n"), "the partial text ends its line"
 
 
 def test_unexpected_errors_name_the_log_with_the_traceback(run, session):
@@ -329,7 +329,7 @@ def test_a_closed_pipe_ends_ask_quietly():
         assert child.stderr.read() == b""
 
 
-# ---- What a command asks: read from files, pipes and stdin, never without an end
+# ---- Prompts from files, pipes and stdin, all of limited size
 
 
 def test_pipes_are_read_and_endless_ones_rejected(tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_windows_line_endings_become_newlines(tmp_path, monkeypatch):
         assert lines in asked.content
 
 
-# ---- ``kvchat ask`` with the bundled model, in this process; ``test_main_environment`` starts one as a person does
+# ---- ``kvchat ask`` with the bundled model, in this process; ``test_main_environment`` starts one as a user does
 
 
 GREEDY = ("--temperature", "0")

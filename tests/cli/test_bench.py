@@ -27,7 +27,7 @@ def settings_from(monkeypatch: pytest.MonkeyPatch, line: str, measurement: Modul
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", quantize="int8")
-# The measurement, its options, and the settings that come of them.
+# The measurement, its options, and the resulting settings.
 COMMANDS = [
     (
         agreement,
@@ -58,29 +58,29 @@ NAMES = [line.split()[0] for _, line, _ in COMMANDS]
 
 @pytest.mark.parametrize(("measurement", "line", "settings"), COMMANDS, ids=NAMES)
 def test_every_option_reaches_the_settings(monkeypatch, measurement, line, settings):
-    given, choice = settings_from(monkeypatch, f"{line} {MODEL}", measurement)
-    assert {name: getattr(given, name) for name in settings} == settings
+    actual, choice = settings_from(monkeypatch, f"{line} {MODEL}", measurement)
+    assert {name: getattr(actual, name) for name in settings} == settings
     assert choice == replace(CHOICE, host_dtype="int8" if "--host-dtype" in line else "model")
 
 
 @pytest.mark.parametrize(("measurement", "line"), [command[:2] for command in COMMANDS], ids=NAMES)
 def test_without_options_the_measurements_own_settings_apply(monkeypatch, measurement, line):
-    given, choice = settings_from(monkeypatch, line.split()[0], measurement)
-    own = {field.name: field.default for field in fields(given) if field.name != "modes"}
-    assert {name: getattr(given, name) for name in own} == own
+    actual, choice = settings_from(monkeypatch, line.split()[0], measurement)
+    own = {field.name: field.default for field in fields(actual) if field.name != "modes"}
+    assert {name: getattr(actual, name) for name in own} == own
     assert choice == ModelChoice()
 
 
 def test_budgets_apply_to_modes_that_name_none(monkeypatch):
-    given, _ = settings_from(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
-    assert given.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")
+    actual, _ = settings_from(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
+    assert actual.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")
 
 
 def test_standard_modes_use_the_given_budget(monkeypatch):
-    given, _ = settings_from(monkeypatch, "recall --budget 99", recall)
-    assert given.modes == ("streaming:budget=99", "speculative:budget=99", "freeze", "sync:budget=99")
-    given, _ = settings_from(monkeypatch, "agreement", agreement)
-    assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+    actual, _ = settings_from(monkeypatch, "recall --budget 99", recall)
+    assert actual.modes == ("streaming:budget=99", "speculative:budget=99", "freeze", "sync:budget=99")
+    actual, _ = settings_from(monkeypatch, "agreement", agreement)
+    assert actual.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
 
 
 @pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "decode", "prefill", "peers", "paper freekv"])
@@ -91,7 +91,7 @@ def test_invalid_variants_are_rejected_before_importing_torch(monkeypatch, comma
     assert isinstance(ran.exception, UsageError)
 
 
-# ---- Where rows are kept, and what a result says it was made by
+# ---- The result file, and the command that a result records
 
 
 @pytest.mark.parametrize(

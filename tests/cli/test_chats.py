@@ -30,13 +30,13 @@ def run(*words: str) -> str:
 
 
 def test_conversations_are_listed_and_searched():
-    assert run("list").count("\n") == 1, "that none has been kept is a line, and no row"
+    assert run("list").count("\n") == 1, "one line says that none is saved"
     cat, dog = save("My cat is called Biscuit."), save("My dog is called Rex.")
     lines = run("list").splitlines()
     assert [line.split()[:2] for line in lines] == [["1", dog.id[:8]], ["2", cat.id[:8]]]
     assert lines[0].endswith("2 messages  My dog is called Rex.")
     found, excerpt = run("list", "bisc").splitlines()
-    assert found.split()[:2] == ["2", cat.id[:8]], "its number among all, which /open takes too"
+    assert found.split()[:2] == ["2", cat.id[:8]], "its number among all, as /open takes it"
     assert excerpt.strip() == "My cat is called Biscuit."
     output = run("list", "elephant")
     assert not any(chat.id[:8] in output for chat in (cat, dog))
@@ -44,11 +44,11 @@ def test_conversations_are_listed_and_searched():
 
 
 def test_export_and_import(tmp_path):
-    kept = save("What is a cat?")
-    assert "## You\n\nWhat is a cat?" in run("export", kept.id[:8])
+    saved = save("What is a cat?")
+    assert "## You\n\nWhat is a cat?" in run("export", saved.id[:8])
     file = tmp_path / "chat.json"
-    assert run("export", kept.id, str(file)).strip() == str(file)
-    run("delete", kept.id)
+    assert run("export", saved.id, str(file)).strip() == str(file)
+    run("delete", saved.id)
     imported = run("import", str(file)).strip()
     assert run("list").split()[1] == imported
     with pytest.raises(UsageError, match="exists"):
@@ -61,12 +61,12 @@ def test_export_and_import(tmp_path):
 
 
 def test_deleted_conversations_can_be_restored():
-    kept = save("one")
-    assert run("delete", kept.id[:8]).strip() == f"deleted {kept.id}"
+    saved = save("one")
+    assert run("delete", saved.id[:8]).strip() == f"deleted {saved.id}"
     with pytest.raises(UsageError, match="no conversation"):
-        run("delete", kept.id)
-    run("restore", kept.id)
-    assert run("list").split()[1] == kept.id[:8]
+        run("delete", saved.id)
+    run("restore", saved.id)
+    assert run("list").split()[1] == saved.id[:8]
     with pytest.raises(UsageError, match="within a day"):
         run("restore", "nonesuch")
 
@@ -76,7 +76,7 @@ def test_a_conversation_is_addressed_by_its_number():
     save("My dog is called Rex.", "2" * 32)
     assert "Rex" in run("export", "1")
     assert "Biscuit" in run("export", "2")
-    assert "Biscuit" in run("export", "1" * 8), "as many digits as are listed are an id"
+    assert "Biscuit" in run("export", "1" * 8), "eight digits, as they are listed, are an id"
     for number in ("0", "3"):
         with pytest.raises(UsageError, match=f'no conversation "{number}"'):
             run("delete", number)

@@ -69,7 +69,7 @@ def test_an_unwritable_file_is_named_and_not_left_behind(compare, session, tmp_p
 
 
 def test_variants_are_parsed_as_in_the_chat(compare, session):
-    asked = []
-    session.compare = lambda turns, variants, sampling: asked.append(variants) or iter([Compared((), 7)])
+    compared = []
+    session.compare = lambda turns, variants, sampling: compared.append(variants) or iter([Compared((), 7)])
     compare("hello", "full", "streaming", "budget=256")
-    assert asked[-1] == (Variant("full"), Variant("streaming", {"budget": 256}))
+    assert compared[-1] == (Variant("full"), Variant("streaming", {"budget": 256}))

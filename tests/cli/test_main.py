@@ -150,7 +150,7 @@ def test_modes_lists_parameters_and_defaults(run):
     assert "index      auto" in text
 
 
-# ---- The first word: a command, a slip in one, or a question that opens the chat
+# ---- The first word: a command, a typo in one, or a question that opens the chat
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_invalid_utf8_is_rejected(run, started):
     ],
 )
 def test_error_messages_sanitize_user_input(run, line):
-    typed = hostile("typed").replace("\x00", "")  # no argument of a program holds NUL
+    typed = hostile("typed").replace("\x00", "")  # program arguments cannot contain NUL
     outcome = run(*(word.replace("TYPED", typed) for word in line.split()))
     assert outcome.code == 2
     assert not forbidden_in(outcome.err.encode())

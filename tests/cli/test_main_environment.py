@@ -1,4 +1,4 @@
-"""The program where something is missing: a locale, a terminal, a home, memory; and that it needs no network."""
+"""The program without a locale, a terminal, a home or enough memory; and that it needs no network."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow("processes are started, some until memory ends")
 
 PLAIN = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 WATCHED = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
-# What every Python process reads as it starts: it notes each connection and look-up of a name that is tried.
+# Every Python process reads this at its start: it records each attempted connection and name lookup.
 WATCH = f"""
 import os, sys
 def watch(event, given):
@@ -44,7 +44,7 @@ def run(
     *arguments: str,
     limit: int | None = None,
     file_limit: int | None = None,
-    given: bytes = b"",
+    stdin: bytes = b"",
     folder: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[bytes]:
@@ -59,7 +59,7 @@ def run(
     own = {"KVCHAT_DATA_DIR": str(folder), "KVCHAT_CONFIG": f"{folder}/config.toml"} if folder else {}
     env = environ(**own, **variables)
     return subprocess.run(
-        command, input=given, capture_output=True, timeout=600, env=env, cwd=folder, preexec_fn=restrict
+        command, input=stdin, capture_output=True, timeout=600, env=env, cwd=folder, preexec_fn=restrict
     )
 
 
@@ -77,13 +77,13 @@ def test_connection_attempts_are_recorded(connections):
 
 
 def test_line_mode_works_in_ascii_without_network(connections):
-    result = run("chat", given=b"Hello!\n/mode sync\n", **PLAIN)
+    result = run("chat", stdin=b"Hello!\n/mode sync\n", **PLAIN)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.isascii()
     speakers = [line.split(b" ")[0] for line in result.stdout.splitlines()[1:]]
     assert speakers[:2] == [b"you:", b"model:"]
     assert speakers[-1] == b"[full"
-    assert paths.log_file().read_text().count("\n") == 1, "that it was started, and nothing that libraries print"
+    assert paths.log_file().read_text().count("\n") == 1, "only its start, nothing that libraries print"
     assert not connections.exists(), connections.read_text()
 
 
@@ -96,7 +96,7 @@ def test_too_little_memory_is_a_one_line_error(mebibytes):
 
 
 def test_the_chat_reports_too_little_memory_for_the_engine():
-    result = run("chat", "--plain", given=b"Hello!\n", limit=400 * 2**20)
+    result = run("chat", "--plain", stdin=b"Hello!\n", limit=400 * 2**20)
     assert b"memory" in result.stderr
     assert b"restarted" not in result.stderr
 
@@ -108,7 +108,7 @@ def test_the_chat_reports_too_little_memory_for_the_engine():
         (["chats", "list"], 1, "chats.db"),
         (["chat", "--plain", "--record", "told.jsonl"], 2, "told.jsonl"),
     ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else None,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_an_unwritable_disk_is_a_one_line_error(command, code, fact, tmp_path):
     result = run(*command, file_limit=0, folder=tmp_path)
@@ -119,14 +119,14 @@ def test_an_unwritable_disk_is_a_one_line_error(command, code, fact, tmp_path):
 
 
 def test_the_chat_works_on_an_unwritable_disk(tmp_path):
-    result = run("chat", "--plain", given=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
+    result = run("chat", "--plain", stdin=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
     errors = result.stderr.decode()
     assert b"model: " in result.stdout
     assert not lacks(errors, "only in memory", "engine's messages", "told.md")
     assert "Traceback" not in errors
 
 
-# ---- No HOME and no entry among the users: what needs no home works, the rest is refused in a sentence
+# ---- No HOME and no passwd entry: what needs no home works, the rest fails with one sentence
 
 
 NOBODY = """

@@ -126,7 +126,7 @@ def test_piped_progress_is_an_occasional_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "kvchat: five\n"
 
 
-# ---- What the shells complete, asked as the shells ask
+# ---- Shell completion
 
 
 def names(offers):
