@@ -1,4 +1,4 @@
-"""Commands for conversations, driven through the application over the fake engine."""
+"""Commands for conversations, driven through the application with the fake engine."""
 
 import threading
 from dataclasses import replace
@@ -53,7 +53,7 @@ async def test_a_conversation_survives_a_restart(running, config):
         assert len(app.controller.state.conversation.turns) == 4
 
 
-@pytest.mark.parametrize("moment", ["the answer goes on", "the answer has just ended", "the question was just sent"])
+@pytest.mark.parametrize("moment", ["during the answer", "after the answer ended", "after the question was sent"])
 async def test_quitting_waits_for_a_busy_disk(running, config, moment):
     free = threading.Event()
     async with running(config) as (app, _pilot, until):
@@ -82,11 +82,11 @@ async def test_quitting_waits_for_a_busy_disk(running, config, moment):
 
 
 async def test_quitting_with_unsaved_text_needs_two_presses(running, config, monkeypatch):
-    def full(*_arguments):
+    def raise_disk_full(*_arguments):
         raise StoreError("The disk is full.")
 
     async with running(config) as (app, _pilot, until):
-        monkeypatch.setattr(ConversationStore, "save", full)
+        monkeypatch.setattr(ConversationStore, "save", raise_disk_full)
         await ask(app, "hello")
         await until(lambda: "disk is full" in toasts(app))
         press(app, "ctrl+q")

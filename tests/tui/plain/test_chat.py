@@ -34,7 +34,7 @@ from kvchat.tui.state import Phase
 
 
 class Session:
-    """A chat that reads a pipe and writes two texts."""
+    """A chat that reads a pipe; its output and errors are captured."""
 
     def __init__(self, config, is_typed=False):
         self.out, self.errors = io.StringIO(), io.StringIO()
@@ -138,8 +138,8 @@ async def test_an_edited_question_replaces_the_last(config, tmp_path):
 async def test_the_command_line_question_comes_before_piped_lines(config):
     await piped(config, "My cat is Biscuit.\n")
     _, session = await piped(replace(config, prompt="What is its name?", resume=True), "And its age?\n")
-    asked = [line for line in session.text.splitlines() if line.startswith("you: ")]
-    assert asked == ["you: My cat is Biscuit.", "you: What is its name?", "you: And its age?"]
+    questions = [line for line in session.text.splitlines() if line.startswith("you: ")]
+    assert questions == ["you: My cat is Biscuit.", "you: What is its name?", "you: And its age?"]
 
 
 async def test_piped_text_is_attached_verbatim_to_the_question(config):
@@ -183,7 +183,7 @@ async def test_details_are_printed_as_lines(config, monkeypatch):
         "  PCIe to the device 10.4 GiB/s",
     ):
         assert line in session.text, session.text
-    assert session.text.endswith("Title: hello\n")  # said after the details
+    assert session.text.endswith("Title: hello\n")  # printed after the details
 
 
 @pytest.mark.parametrize("after", ["", "/quit\n", "hello\n"])
@@ -264,7 +264,7 @@ async def test_ctrl_c_stops_then_quits_when_pressed_twice(config):
     await wait_for(lambda: session.phase is Phase.ANSWERING)
     os.kill(os.getpid(), signal.SIGINT)
     await wait_for(lambda: "stopped]" in session.text)
-    for word in ("/stop\n", ""):  # a line between them: the second is the first again
+    for word in ("/stop\n", ""):  # a line in between resets the count
         await wait_for(lambda: session.text.endswith(PROMPT))
         length = len(session.text)
         os.kill(os.getpid(), signal.SIGINT)
@@ -365,7 +365,7 @@ async def test_a_recording_plays_to_the_end_despite_piped_lines(config, tmp_path
     code, session = await piped(played, lines)
     assert (code, session.errors.getvalue()) == (0, "")
     assert "you: How are you?\nmodel: I am well.\n" in session.text
-    watched = Session(played, is_typed=True)  # nobody typed the question there
+    watched = Session(played, is_typed=True)  # nobody typed the question, so it is printed
     running = asyncio.create_task(watched.run())
     await wait_for(lambda: "you: How are you?\nmodel: I am well." in watched.text)
     watched.close()
@@ -379,7 +379,7 @@ async def test_the_latest_conversation_opens_in_its_own_mode(config):
     assert re.search(r"speculative mode, budget 128.*^\* speculative", session.text, re.MULTILINE | re.DOTALL)
 
 
-# ---- What is printed of an answer with a thought before it
+# ---- The output of an answer with a thought before it
 
 
 def message(text):
@@ -463,7 +463,7 @@ async def test_a_switch_is_printed_after_the_current_sentence():
     ]
 
 
-# ---- Lines in and out: split and joined as a person meant them, and nothing but text comes out
+# ---- Lines in and out: split and joined as intended, and the output is plain text
 
 
 class ChunkedReader(LineReader):

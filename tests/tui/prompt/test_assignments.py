@@ -1,4 +1,4 @@
-"""Values written ``key=value``."""
+"""``key=value`` arguments, and the history of prompts."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_words_are_split_as_in_a_shell():
         split_words("full 'budget=1")
 
 
-# ---- Walking earlier prompts, over several runs
+# ---- The history of prompts, over several runs
 
 
 def test_moving_through_history_keeps_the_draft():
@@ -81,9 +81,9 @@ def test_the_file_is_bounded_and_keeps_the_newest_prompts(tmp_path):
     for number in range(40):
         history.add(f"{number} " + "x" * (MAX_CHARACTERS - 10))
         assert path.stat().st_size <= MAX_BYTES
-    kept = PromptHistory(path).entries
-    assert kept == history.entries[-len(kept) :]
-    assert len(kept) >= MAX_BYTES // 2 // MAX_CHARACTERS - 1
+    saved = PromptHistory(path).entries
+    assert saved == history.entries[-len(saved) :]
+    assert len(saved) >= MAX_BYTES // 2 // MAX_CHARACTERS - 1
 
 
 def test_an_oversized_old_file_is_trimmed(tmp_path):

@@ -1,4 +1,4 @@
-"""``@file``: which words are files, what is sent for them, and suggestions while one is typed."""
+"""``@file``: which words are files, what is sent for them, and completion."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The question that is sent for the prompt's text."""
+"""The question that the prompt's text becomes."""
 
 import threading
 
@@ -37,7 +37,7 @@ def test_an_edited_answer_is_taken_verbatim():
     assert compose([Part("//mode @nothing")], state) == "//mode @nothing"
 
 
-# ---- The tokens of a question before it is sent
+# ---- The estimated tokens of a question before it is sent
 
 
 def answer(text, tokens):
@@ -72,7 +72,7 @@ async def test_the_token_estimate_is_shown_while_typing(running):
         await until(lambda: prompt(app).border_subtitle == "")
 
 
-# ---- Folders are read beside the loop: what is known is told at once, and what was read is told when it has come
+# ---- Folders are read off the event loop: known entries come at once, new ones once they are read
 
 
 def test_folders_list_entries_with_sizes(tmp_path):

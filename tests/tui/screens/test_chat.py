@@ -1,4 +1,4 @@
-"""The chat screen, driven by keys over the fake engine."""
+"""The chat screen, driven by keys with the fake engine."""
 
 import asyncio
 import re
@@ -59,19 +59,19 @@ async def test_a_question_is_answered_with_markdown_and_a_receipt(running):
 
 
 async def test_the_command_line_question_is_sent_when_ready(running, config):
-    asked = replace(config, prompt="hello", database=config.log_file.with_name("chats.db"))
-    async with running(asked) as (app, _, until):
+    prompted = replace(config, prompt="hello", database=config.log_file.with_name("chats.db"))
+    async with running(prompted) as (app, _, until):
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello"
         assert prompt(app).text == ""
-    async with running(replace(asked, prompt="/mode streaming", resume=True)) as (app, _, until):
+    async with running(replace(prompted, prompt="/mode streaming", resume=True)) as (app, _, until):
         await until(lambda: app.controller.state.mode == "streaming")
         assert len(app.controller.state.conversation.turns) == 2
-    async with running(replace(asked, prompt="@./none.txt", resume=True)) as (app, _, until):
+    async with running(replace(prompted, prompt="@./none.txt", resume=True)) as (app, _, until):
         await until(lambda: "There is no file" in toasts(app))
-        assert prompt(app).text == "@./none.txt", "what cannot be sent stays to be corrected"
+        assert prompt(app).text == "@./none.txt", "an invalid prompt stays for correction"
     long = "a line\n" * FOLD_LINES + "and its end\tis here"
-    async with running(replace(asked, prompt=long)) as (app, _, until):
+    async with running(replace(prompted, prompt=long)) as (app, _, until):
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == long
 
@@ -79,11 +79,11 @@ async def test_the_command_line_question_is_sent_when_ready(running, config):
 async def test_the_command_line_question_is_sent_only_once(running, config, monkeypatch):
     is_opened = asyncio.Event()
 
-    async def open_late(controller, resume=False):
+    async def open_slowly(controller, resume=False):
         await wait_for(lambda: len(controller.state.conversation.turns) == 2)
         is_opened.set()
 
-    monkeypatch.setattr(ChatController, "open_archive", open_late)
+    monkeypatch.setattr(ChatController, "open_archive", open_slowly)
     async with running(replace(config, prompt="hello"), ready=False) as (app, pilot, until):
         press(app, "enter")
         await until(is_opened.is_set)
@@ -168,7 +168,7 @@ async def test_a_new_conversation_clears_the_figures(running):
         assert chat.query_one("#context-rows", LabeledRows).rows == [("reads", "nothing stored yet")]
         recall = dict(chat.query_one("#recall-rows", LabeledRows).rows)
         assert not recall.keys() & {"hit rate", "time p50 / p95"}
-        assert dict(chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "86.0 MiB"  # the machine's stay
+        assert dict(chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "86.0 MiB"  # it stays loaded
         assert not chat.query_one("#extra-rows", LabeledRows).display
         typed(app, "/mode streaming")
         await until(lambda: chat.query(SwitchNote))
@@ -198,8 +198,8 @@ async def test_queued_prompts_can_be_taken_back_and_survive_a_stop(running):
         await until(lambda: finished(app, 2) and "2 held: Enter sends them" in str(prompt(app).border_subtitle))
         press(app, "enter")
         await until(lambda: finished(app, 4))
-        asked = [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"]
-        assert asked == ["hello", "hold", "next", "third at last"]
+        questions = [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"]
+        assert questions == ["hello", "hold", "next", "third at last"]
 
 
 async def test_resizing_changes_the_layout_and_loses_nothing(running):

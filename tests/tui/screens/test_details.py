@@ -14,7 +14,7 @@ from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
 from kvchat.tui.widgets.panels import EventLog
 
 
-def watched(app, monkeypatch):
+def record_watches(app, monkeypatch):
     """Return a function that lists the ``Watch`` commands sent since, by their ``details``."""
     sent, send = [], app.client.send
     monkeypatch.setattr(app.client, "send", lambda command: (sent.append(command), send(command)))
@@ -24,7 +24,7 @@ def watched(app, monkeypatch):
 async def test_the_details_screen_explains_what_is_under_the_cursor(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(80, 24)) as (app, _pilot, until):
-        watches = watched(app, monkeypatch)
+        watches = record_watches(app, monkeypatch)
         await ask(app, "hello", mode="speculative")
         press(app, "shift+f7")
         await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
@@ -53,7 +53,7 @@ async def test_events_are_listed_if_no_column_shows_them(running):
         await until(lambda: "newest first" in str(explanation.content))
         app.chat.log_event("a later one")
         await until(lambda: "a later one" in str(log.content))
-        await app.screen.query_one("VerticalScroll").remove_children()  # as before they are composed
+        await app.screen.query_one("VerticalScroll").remove_children()  # as before its parts are composed
         app.chat.log_event("an event")
         assert app.screen.query("#explanation")
         press(app, "escape")
@@ -68,7 +68,7 @@ async def test_events_are_listed_if_no_column_shows_them(running):
 
 async def test_the_column_requests_details_only_while_shown(running, monkeypatch):
     async with running(size=(120, 40)) as (app, pilot, until):
-        watches = watched(app, monkeypatch)
+        watches = record_watches(app, monkeypatch)
         await ask(app, "hello")
         assert watches() == []
         await pilot.resize_terminal(200, 60)
@@ -98,7 +98,7 @@ async def test_details_are_requested_while_anything_shows_them(chat):
     watch.begin("screen")
     watch.end("screen")
     assert [command for command in sent if isinstance(command, Watch)] == [Watch(True), Watch(True)]
-    await chat.load()  # perhaps in a new process
+    await chat.load()  # possibly in a new process
     assert sent[-1] == Watch(True)
     watch.end("column")
     assert sent[-1] == Watch(False)

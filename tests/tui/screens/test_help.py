@@ -60,12 +60,12 @@ async def test_help_works_in_the_ansi_theme_and_reports_no_match(running, config
         press(app, "f1")
         await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
         nothing, field = app.screen.query_one("#no-match"), app.screen.query_one(Input)
-        for typed, is_said in (("export", False), ("no such words", True), (" ", False)):
+        for typed, is_reported in (("export", False), ("no such words", True), (" ", False)):
             field.value = typed
-            await until(lambda said=is_said: nothing.display is said)
+            await until(lambda expected=is_reported: nothing.display is expected)
 
 
-# ---- A screen closes only itself, also when the key is pressed twice
+# ---- A screen closes only itself, even if the key is pressed twice
 
 
 SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")
@@ -103,6 +103,6 @@ async def test_dismissing_a_screen_twice_closes_only_that_screen(running):
         closing, commands = app.screen, app.screen.query_one(CommandList)
         closing.dismiss()
         await until(lambda: not closing.is_attached)
-        closing._refresh_command_list(commands, [], True)  # what it still looked for and finds
+        closing._refresh_command_list(commands, [], True)  # late results of its search
         await closing._gather_commands("mode").wait()
         await ask(app, "hello")

@@ -42,10 +42,10 @@ async def test_a_model_is_found_planned_and_loaded(running, machine):
         assert choices(app)[0].startswith("● bundled ")
         row = " ".join(choices(app)[1].split())
         assert row == "org/other hub 32.0 MiB bfloat16 ✓ fits, takes 64.0 MiB"
-        asked = []
-        app.controller.models.plan = lambda name, context: asked.append(name)
-        press(app, "down", "ctrl+l")  # the key before is still in the queue
-        await until(lambda: asked == ["org/other"] and app.screen is app.chat)
+        planned = []
+        app.controller.models.plan = lambda name, context: planned.append(name)
+        press(app, "down", "ctrl+l")  # the previous key is still in the queue
+        await until(lambda: planned == ["org/other"] and app.screen is app.chat)
         press(app, "ctrl+o")
         await until(lambda: shown(app))
         press(app, *"other", "enter", "down")

@@ -1,4 +1,4 @@
-"""A long conversation is shown by few widgets, with all its messages; the first screen."""
+"""A long conversation is shown by few widgets, with all its messages; the welcome screen."""
 
 from collections.abc import Sequence
 
@@ -76,7 +76,7 @@ async def test_chapters_unfold_when_scrolled_or_jumped_to(running):
         assert await transcript.go_to(f"q{MANY - 2}")
         transcript.choose(None)
         await transcript.settle()
-        assert transcript.chosen is None, "it is not left for a message gone to before"
+        assert transcript.chosen is None, "an earlier jump must not choose its message again"
         await app.chat.show_messages([(Message(id="other", parent=None, role="user", text="another"), "")], "a21")
         await until(lambda: {"another", "a21."} <= set(drawn(app).split()))
         await until(lambda: ids(transcript)[-2:] == ["a21", "other"])
@@ -85,7 +85,7 @@ async def test_chapters_unfold_when_scrolled_or_jumped_to(running):
 
 async def test_the_visible_message_stays_when_a_chapter_above_resizes(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
-        long = Message(id="q100", parent=None, role="user", text="line\n" * 60)  # shortened in a widget of its own
+        long = Message(id="q100", parent=None, role="user", text="line\n" * 60)  # shortened in its own widget
         transcript = await opened(app, [*make_messages()[:100], (long, ""), *make_messages()[101:]])
         last, read = chapters(transcript)[-1], transcript.query_children(Question).first()
         height, is_drawn = last.size.height, last.styles.height.is_auto  # it may have changed its height before
@@ -101,7 +101,7 @@ async def test_a_selected_question_is_fully_readable(running):
         await until(lambda: drawn(app).count("xyz") == 60)
         first, *wrapped = [line for line in drawn(app).splitlines() if "xyz" in line]
         assert "❯ xyz" in first
-        assert {line.find("xyz") for line in wrapped} == {first.find("xyz")}, "they begin below the first word"
+        assert {line.find("xyz") for line in wrapped} == {first.find("xyz")}, "they align with the first word"
         app.chat.query_one(Transcript).choose(app.chat.query_one(Question))
         await pilot.pause()
         assert drawn(app).count("xyz") == 60
@@ -110,28 +110,28 @@ async def test_a_selected_question_is_fully_readable(running):
 async def test_a_jump_succeeds_if_its_chapter_grows_late(running, monkeypatch):
     post, settle, late, settled = Chapter.post_message, Transcript.settle, [], []
 
-    def posted(chapter, message):
+    def hold_growth_back(chapter, message):
         return late.append(message) if isinstance(message, Chapter.Grew) else post(chapter, message)
 
-    async def counted(transcript):
+    async def settle_and_record(transcript):
         await settle(transcript)
         settled.append(transcript._target)
 
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
-        monkeypatch.setattr(Chapter, "post_message", posted)
-        monkeypatch.setattr(Transcript, "settle", counted)
+        monkeypatch.setattr(Chapter, "post_message", hold_growth_back)
+        monkeypatch.setattr(Transcript, "settle", settle_and_record)
         assert await transcript.go_to("q20")
         await until(lambda: late and transcript.chosen == "q20" and (settled[-1] is None or len(settled) > 10))
         monkeypatch.setattr(Chapter, "post_message", post)
         count = len(settled)
         for event in late:
-            transcript.on_chapter_grew(Chapter.Grew(event.chapter, 60))  # further than the screen is high
+            transcript.on_chapter_grew(Chapter.Grew(event.chapter, 60))  # by more than the height of the screen
         await until(lambda: len(settled) > count and settled[-1] is None)
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
 
-# ---- The first screen: examples chosen by key and by mouse, at every size
+# ---- The welcome screen: examples chosen by key and by mouse, at every size
 
 
 def test_numbers_and_empty_input_choose_examples():
@@ -180,7 +180,7 @@ async def test_a_number_or_a_click_asks_an_example(running):
         await until(lambda: welcome.region.height)
         row = next(y for y in range(welcome.region.height) if EXAMPLES[True][1] in welcome.render_line(y).text)
         assert EXAMPLES[True][1] in lines
-        line = welcome.region.y + row  # where the screen shows it, once it does
+        line = welcome.region.y + row  # its row on the screen once it is drawn
         await until(lambda: EXAMPLES[True][1] in drawn(app).splitlines()[line])
         await pilot.click(Welcome, offset=(8, row))
         await until(lambda: finished(app))

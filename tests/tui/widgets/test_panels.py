@@ -14,9 +14,7 @@ from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, LabeledRows, Timel
 ALL = "figures-all"
 
 
-async def test_four_figures_are_shown_until_f7_shows_all(
-    running,
-):
+async def test_four_figures_are_shown_until_f7_shows_all(running):
     async with running() as (app, pilot, until):
         column, plain = app.chat.query_one(KvColumn), app.chat.query_one("#plain-rows", LabeledRows)
 
@@ -114,7 +112,7 @@ async def test_a_focused_panel_explains_the_selected_row(running, monkeypatch, s
 LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 
 
-# ---- Badges: by glyph and words in the status bar, with their reasons in the panels
+# ---- Badges: glyph and words in the status bar, reasons in the panels
 
 
 PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"

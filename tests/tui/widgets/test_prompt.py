@@ -33,13 +33,13 @@ async def test_pastes_are_literal_folded_if_large_and_undoable(running):
             for key, lines in (("ctrl+z", 1), ("ctrl+y", 15)):
                 press(app, key)
                 await until(lambda lines=lines: app._exception or field.document.line_count == lines)
-                await pilot.pause()  # it is drawn
+                await pilot.pause()  # until it is drawn
                 assert app._exception is None
         assert app.controller.state.conversation.turns == []
         await paste(app, "/theme kvchat-light")
         field.clear()
         await until(lambda: "/theme kvchat-light" not in field._pastes)
-        typed(app, "/theme kvchat-light")  # the same, but now it acts
+        typed(app, "/theme kvchat-light")  # the same text, but typed it is a command
         await until(lambda: app.theme == "kvchat-light")
 
 
@@ -70,7 +70,7 @@ async def test_pasted_text_is_sent_verbatim(running, monkeypatch):
         field.action_send()
         assert field.text == ""
         field.insert("more")
-        await until(lambda: field.text == f"{shown}\nmore")  # it comes back before what was typed since
+        await until(lambda: field.text == f"{shown}\nmore")  # restored before what was typed since
         assert field.written.text == f"{whole}\nmore"
 
 
@@ -86,7 +86,7 @@ async def test_mentions_typed_next_to_a_paste_work(running, tmp_path):
         press(app, "up", "enter")
         await until(lambda: finished(app, 2))
         assert app.controller.state.conversation.turns[2].content == sent
-        (await paste(app, f"{tmp_path}/notes.txt")).insert("@", (0, 0))  # dropped, and only then attached
+        (await paste(app, f"{tmp_path}/notes.txt")).insert("@", (0, 0))  # first dropped, then attached
         press(app, "enter")
         await until(lambda: finished(app, 3))
         assert "a fact" in app.controller.state.conversation.turns[4].content
@@ -101,7 +101,7 @@ async def test_long_editor_text_attaches_files_unless_it_had_pastes(running, tmp
         field.load_text("")
         for answers, is_attached in ((1, True), (2, False)):
             field.replace_all(written)
-            field.replace_all(field.written.text)  # looked at once more in the editor
+            field.replace_all(field.written.text)  # opened in the editor once more
             assert len(field.text) < len(written)
             press(app, "enter")
             await until(lambda answers=answers: finished(app, answers))
@@ -132,7 +132,7 @@ async def test_five_megabytes_fold_quickly_and_are_sent_whole(running):
         begun = time.process_time()
         field = await paste(app, text)
         assert field.text == "[pasted 4.8 MiB, 312,501 lines]"
-        assert time.process_time() - begun < 5  # of this process: others do not count
+        assert time.process_time() - begun < 5  # the CPU time of this process only
         field.insert(" what is this?")
         press(app, "enter")
         await until(lambda: finished(app))

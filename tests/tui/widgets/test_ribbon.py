@@ -212,7 +212,7 @@ async def test_gutter_marks_align_with_messages_at_every_size(running):
         assert transcript.virtual_size == size
         assert gutter._rows != drawn
         gutter.show({answer.message: Mark("D", 1.0)}.get)
-        for size in ((80, 40), (60, 24), (120, 40)):  # no snapshot comes, yet there are no holes
+        for size in ((80, 40), (60, 24), (120, 40)):  # no gaps even without a new snapshot
             await pilot.resize_terminal(*size)
             top = transcript.region.y
 
@@ -229,7 +229,7 @@ async def test_gutter_marks_align_with_messages_at_every_size(running):
 # ---- The stored tokens of messages, and how much of them is read
 
 
-def talk() -> Conversation:
+def make_conversation() -> Conversation:
     conversation = Conversation("be brief")
     for text, begin, end in (("one", 20, 64), ("two", 90, 320)):
         conversation.ask(text)
@@ -242,7 +242,7 @@ def snapshot(ribbon: str, attended: str, total: int) -> Snapshot:
 
 
 def test_message_ranges_follow_the_answers_counts():
-    conversation = talk()
+    conversation = make_conversation()
     one, first, two, second = (message.id for message in conversation.path)
     expected = {one: (0, 20), first: (20, 64), two: (64, 90), second: (90, 320)}
     assert message_ranges(conversation.path, None, 400) == expected
@@ -257,7 +257,7 @@ def test_message_ranges_follow_the_answers_counts():
 
 
 def test_a_token_maps_to_its_message():
-    conversation = talk()
+    conversation = make_conversation()
     ranges = message_ranges(conversation.path, None, 400)
     one, first, two, second = ranges
     state = ChatState(conversation, Sampling(), "full", snapshot=snapshot("S" * 13, "9" * 13, 400))
@@ -265,7 +265,7 @@ def test_a_token_maps_to_its_message():
 
 
 def test_marks_show_state_and_share():
-    conversation = talk()
+    conversation = make_conversation()
     one, first, two, second = (message.id for message in conversation.path)
     ranges, read = message_ranges(conversation.path, None, 320), snapshot("SXXXXXWWWW", "9000009999", 320)
     assert {id: mark(*tokens, read) for id, tokens in ranges.items()} == {
@@ -277,5 +277,5 @@ def test_marks_show_state_and_share():
     assert mark(*ranges[first], read, pinned=True) == Mark("P", 0.5)
     stored = snapshot("SX", "90", 64)
     marked = [mark(*tokens, stored) is not None for tokens in message_ranges(conversation.path, None, 64).values()]
-    assert marked == [True, True, False, False], "what is not stored has no mark"
+    assert marked == [True, True, False, False], "messages that are not stored have no mark"
     assert mark(0, 64, snapshot("", "", 64)) is None

@@ -87,13 +87,13 @@ async def test_the_timeline_labels_its_axes_and_heights():
         timeline.ticks = (14203,)
         assert timeline.render_line(0).text == "tokens, oldest to newest" + 15 * " " + "▾"
         timeline.ticks = (400, 14203)
-        assert timeline.render_line(0).text == " ▾" + 37 * " " + "▾", "no mark stands among letters"
+        assert timeline.render_line(0).text == " ▾" + 37 * " " + "▾", "no mark covers the label"
         timeline.styles.height = 3
         app.screen._refresh_layout()
         assert "stored" not in timeline.render_line(1).text
 
 
-# ---- NVML's readings as lines of bars: each at its own scale, with missing readings marked
+# ---- NVML's readings as lines of bars: each on its own scale, with missing readings marked
 
 
 GiB = 2**30
@@ -112,7 +112,7 @@ def test_each_reading_has_its_own_scale_and_current_value():
     assert bars([0, 0, None], 0) == BARS[0] * 2 + UNREAD
 
 
-# ---- The history of NVML's readings: at most one moment a second, none without a reading
+# ---- The history of NVML's readings: at most one a second, and no empty ones
 
 
 def test_one_reading_per_second_is_kept_up_to_a_limit():

@@ -67,19 +67,19 @@ async def test_old_answers_collapse_and_expand_when_read(running, monkeypatch):
         for number in range(1, 9):
             await app.controller.ask("hello")
             await until(lambda number=number: finished(app, number))
-            await until(lambda: answers(app)[-1].query_one(".receipt").region.height)  # a layout has seen all of it
+            await until(lambda: answers(app)[-1].query_one(".receipt").region.height)  # it is laid out completely
         first, transcript = answers(app)[0], app.chat.query_one(Transcript)
         await until(lambda: first.collapsed)
         height = first.size.height
         assert not answers(app)[-1].collapsed
         transcript.scroll_home(animate=False)
-        heights = set()  # also while it comes back: nothing below it may move
+        heights = set()  # also while it expands: nothing below it may move
 
-        def revived():
+        def is_expanded():
             heights.add(first.size.height)
             return first.styles.height.is_auto and any(fence.region.height for fence in first.query("MarkdownFence"))
 
-        await until(revived)
+        await until(is_expanded)
         laid_out = asyncio.Event()
         first.call_after_refresh(laid_out.set)
         await until(laid_out.is_set)
@@ -137,7 +137,7 @@ async def test_a_thought_begun_by_the_prompt_is_folded(running):
         answer.display = False
         await until(lambda: not answer.size.height)
         await answer.set_collapsed(True)
-        assert not answer.collapsed, "no layout has seen it"
+        assert not answer.collapsed, "it was never laid out"
 
 
 async def test_switch_marks_stay_in_a_reopened_or_resumed_answer(running):
