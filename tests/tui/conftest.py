@@ -1,4 +1,4 @@
-"""The application over a fake engine, and the controller over a fake view and client."""
+"""The application with a fake engine, and the controller with a fake view and client."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ async def chat(config):
 def running(config, monkeypatch):
     """``async with running(size=...) as (app, pilot, until)``; waits for the engine unless ``ready=False``.
 
-    What is told in passing stays: on a busy machine it would be gone before the test has looked. A key waits for those
-    before it however long they take.
+    Toasts stay: on a busy machine they would disappear before the test has looked. A key waits for the keys before it,
+    however long they take.
     """
     monkeypatch.setattr(app_module, "LONGEST_S", PATIENCE_S)
     monkeypatch.setattr(Notification, "time_left", PATIENCE_S)

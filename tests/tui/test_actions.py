@@ -1,4 +1,4 @@
-"""The table of actions is complete and unambiguous, and is shown with the keys in force."""
+"""The table of actions is complete and unambiguous, and is shown with the current keys."""
 
 import re
 from dataclasses import replace
@@ -176,7 +176,7 @@ async def test_key_only_actions_work_from_the_palette(running):
 
 
 class FakeScreen:
-    """A chat with names only."""
+    """A chat screen with only the names."""
 
     begin_command = run_command = run_from_palette = call_later = print
 
@@ -188,7 +188,7 @@ def prompts(app, text: str) -> list[str]:
     return [line for line in shown if text in line]
 
 
-# ---- What is offered while a command is typed: names, then values with the current one marked
+# ---- Completion of commands: names, then values with the current one marked
 
 
 STATE = ChatState(Conversation(), Sampling(temperature=0.5), "streaming", {"budget": 512, "sigma": 64})
@@ -256,7 +256,7 @@ def test_paths_are_completed_in_commands_and_questions(tmp_path):
     assert offered(f"read @{tmp_path}/") == [f'@"{tmp_path}/b c.json" ']
 
 
-# ---- The list above the prompt: keys choose, take and close; a mentioned file is sent whole and shown folded
+# ---- The list above the prompt: keys select, accept and close; a mentioned file is sent whole and shown folded
 
 
 NAMES = {character: name for name, character in CHARACTERS.items()}
@@ -274,7 +274,7 @@ async def test_keys_complete_send_and_close_suggestions(running):
         press(app, "enter")
         await until(lambda: app.controller.state.mode == "sync")
         press(app, "up")
-        # A recalled command is complete: Up goes on to earlier ones.
+        # A recalled command is complete, so Up moves on to earlier ones.
         await until(lambda: prompt(app).text == "/mode sync" and not suggestions.display)
         assert prompt(app).has_focus
         typed(app, "hold")
@@ -296,7 +296,7 @@ async def test_a_mentioned_file_is_sent_whole_and_shown_folded(running, tmp_path
     (tmp_path / "notes.txt").write_text("one\ntwo\n")
     async with running() as (app, _pilot, until):
         press(app, *keys("sum @n"))
-        await until(lambda: app.chat.query_one(SuggestionList).display)  # the folder is read beside typing
+        await until(lambda: app.chat.query_one(SuggestionList).display)  # the folder is read in the background
         press(app, "enter")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         press(app, "enter")

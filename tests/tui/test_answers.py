@@ -114,7 +114,7 @@ async def test_switches_without_tokens_between_are_merged(asked):
     await answers.add_switch(Switched("streaming", "full", {}, 10, 0, 0.0), None)
     assert all(switch.removed for switch in asked.view.switches)
     assert len(asked.view.switches) == 2
-    assert [back.mode for back in asked.view.ways_back] == ["full"], "where lines stay, the way back is told"
+    assert [back.mode for back in asked.view.ways_back] == ["full"], "line mode prints the switch back"
 
 
 async def test_only_the_last_of_consecutive_budgets_is_shown(asked):
@@ -138,7 +138,7 @@ async def test_switch_lines_are_saved_with_a_growing_answer(asked):
     expected = (ModeChange(0, "full → streaming", 10, "streaming"), ModeChange(7, "streaming → full", 12, "full"))
     assert conversation.leaf.switch_lines == expected
     await switch(asked, "full", "freeze", 13)
-    await switch(asked, "freeze", "sync", 13)  # without a token between them
+    await switch(asked, "freeze", "sync", 13)  # no token in between
     await asked.controller.handle(Finished("stopped", "one two three", Stats()))
     expected = (*expected, ModeChange(13, "full → sync", 13, "sync"))
     assert conversation.leaf.switch_lines == expected
@@ -151,7 +151,7 @@ async def test_switch_lines_are_saved_with_a_growing_answer(asked):
     expected = (*expected, ModeChange(18, "sync → full", 20, "full"))
     assert conversation.leaf.switch_lines == expected
 
-    await switch(asked, "full", "sync", 20)  # after the answer: what is kept stays
+    await switch(asked, "full", "sync", 20)  # after the answer: saved lines stay
     assert not asked.view.switches[-2].removed
     assert conversation.leaf.switch_lines == (*expected, ModeChange(18, "full → sync", 20, "sync"))
     await switch(asked, "sync", "full", 20)  # and back
@@ -322,7 +322,7 @@ async def test_losing_the_engine_before_sending_returns_the_question(chat, monke
     assert chat.turns == ["two"]
 
 
-# ---- Questions and commands that wait: their order, a stop, an engine that fails, what is taken back
+# ---- Queued questions and commands: their order, stops, engine failures, taking them back
 
 
 DONE = Finished("eos", "hi", Stats(generated_tokens=1))

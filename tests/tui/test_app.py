@@ -49,7 +49,7 @@ print(constants.MAX_FPS, math.prod(gc.get_threshold()))
 
 @pytest.mark.parametrize(("chosen", "frames"), [({}, 120), ({"TEXTUAL_FPS": "30"}, 30)])
 def test_frame_rate_and_garbage_collection_keep_keys_responsive(chosen, frames):
-    """An answer leaves about 75,000 objects a second, and a collection takes some microseconds for each."""
+    """An answer creates about 75,000 objects a second, and collecting each takes some microseconds."""
     environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
     command = [sys.executable, "-c", SCRIPT]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
@@ -94,7 +94,7 @@ async def test_mouse_events_on_a_removed_widget_do_not_crash(running):
         before, *_, cell = shown(app, MarkdownTableCellContents)
         await app.on_event(events.MouseDown(None, *before.region.offset, 0, 1, 1, False, False, False))
         x, y = cell.region.offset
-        with app.batch_update():  # what is removed stays on the screen until the next layout
+        with app.batch_update():  # a removed widget stays on the screen until the next layout
             await cell.remove()
             assert app.get_widget_at(x, y)[0] is cell
             for kind in (events.MouseMove, events.MouseScrollDown, events.MouseUp, events.MouseDown):
@@ -116,7 +116,7 @@ def listed(app) -> list[str]:
 async def test_only_one_palette_is_open_at_a_time(running):
     async with running() as (app, _pilot, until):
         await until(lambda: "F6 mode" in app.chat.query_one(KeyHints).render().plain)
-        assert "F10" not in app.chat.query_one(KeyHints).render().plain, "nothing of a replay"
+        assert "F10" not in app.chat.query_one(KeyHints).render().plain, "no keys of a replay"
         assert "recording" not in app.chat.query_one(ModeBar).render().plain
         press(app, "f1")
         await until(lambda: opened(app, HelpScreen))
@@ -167,7 +167,7 @@ async def test_clicking_a_suggestion_after_out_of_memory_runs_it(running):
 async def test_control_characters_and_markup_are_shown_as_text(running, config):
     problem = hostile("settings")
     async with running(replace(config, problems=(problem,), keys={problem: "f9"})) as (app, _pilot, until):
-        # One that draws it as it is; the gutter covers the first column.
+        # This widget draws its text unchanged; the gutter covers the first column.
         await app.chat.query_one(Transcript).add(Static(f" {MARKUP}{hostile('raw')}", markup=False))
         await until(lambda: f"{MARKUP}«raw»" in drawn(app))
         assert not forbidden_in(drawn(app).encode())
@@ -179,7 +179,7 @@ async def test_control_characters_and_markup_are_shown_as_text(running, config):
         assert not any(toast.markup for toast in app._notifications)
 
 
-# ---- The clipboard: the system's where it is near, and always a sentence that is true
+# ---- The clipboard: the system's if it is local, and a truthful message in any case
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ async def test_the_system_clipboard_is_used_locally(pyperclip, monkeypatch):
     pyperclip.append(RuntimeError("\nNo program.\nInstall one."))
     assert await copy_to_system("x") == "No program"
     monkeypatch.setattr(terminal, "find_spec", lambda name: None)
-    assert not has_system({}), "without the library there is only the terminal's"
+    assert not has_system({}), "without the library only the terminal's clipboard is left"
 
 
 async def test_an_unresponsive_clipboard_times_out(pyperclip, monkeypatch):
@@ -252,7 +252,7 @@ async def test_a_refused_copy_is_reported_and_a_file_works(running, pyperclip, t
         assert (tmp_path / "interest.py").read_text() == app.clipboard
 
 
-# ---- Lists of lines to choose from
+# ---- Selection lists
 
 
 async def test_lists_survive_a_one_column_terminal(running):

@@ -1,7 +1,7 @@
 """Random keys, lines, clicks, pastes and sizes: no exception, no process left, memory bounded, all screens seen.
 
-``KVCHAT_TEST_KEYS=1200`` types for so many seconds, over a fake engine, over the bundled model and into a recording.
-Only in this long form, as in ``.ci/long``: what comes of a key depends on the moment, so a run may find a new fault.
+``KVCHAT_TEST_KEYS=1200`` types for 1,200 seconds each with a fake engine, the bundled model and a recording. Only then,
+as in ``.ci/long``: the effect of a key depends on timing, so a run may find a new fault.
 """
 
 import os
@@ -16,7 +16,7 @@ from support.random_keys import SCREENS, RandomKeys
 SECONDS = float(os.environ.get("KVCHAT_TEST_KEYS", "0"))
 SEED = int(os.environ.get("KVCHAT_TEST_SEED", "1"))
 MAX_MIB = 400
-ENOUGH = 8_000  # keys, to have come to every screen
+ENOUGH = 8_000  # keys that reach every screen
 KVCHAT = (sys.executable, start_kvchat.__file__)
 PROGRAMS = {"fake engine": None, "bundled model": KVCHAT, "recording": (*KVCHAT, "replay")}
 
@@ -35,7 +35,7 @@ def test_random_keys_do_not_crash(tmp_path, program, count):
     typed.press(3, SECONDS)
     count["keys"] += typed.keys
     summary = f"{typed.keys} keys, {typed.runs} runs, {max(typed.memory)} MiB at most, {sorted(typed.seen)}"
-    print(f"{program}: {summary}")  # noqa: T201  # what a long run was
+    print(f"{program}: {summary}")  # noqa: T201  # what a long run did
     assert max(typed.memory) < MAX_MIB
     assert not [log for log in tmp_path.rglob("*log*") if log.is_file() and "Traceback" in log.read_text()]
     if typed.keys > ENOUGH:

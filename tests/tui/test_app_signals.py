@@ -1,6 +1,6 @@
 """However the application ends, the terminal is restored and no engine is left.
 
-``KVCHAT_TEST_SIGNALS=100`` sends so many at random moments; ``.ci/long`` does.
+``KVCHAT_TEST_SIGNALS=100`` sends 100 signals at random moments, as ``.ci/long`` does.
 """
 
 import os
@@ -26,7 +26,7 @@ from kvchat.tui.app import ENDING
 
 SIGNALS = int(os.environ.get("KVCHAT_TEST_SIGNALS", "1"))
 F4 = b"\x1bOS"
-# What was switched on is switched off at the end: alternate screen, mouse, pastes; the cursor comes back.
+# Alternate screen, mouse and bracketed paste are switched off at the end, and the cursor comes back.
 RESTORED = (b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h")
 
 
@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def started_in(folder: Path, ignored: tuple[signal.Signals, ...] = ()) -> Iterator[PtyRun]:
-    """The application as a shell starts it, except for the signals that it ignores."""
+    """The application as a shell starts it, except that it ignores some signals."""
     handled = signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT  # a shell's background jobs ignore some
     handlers = dict.fromkeys(handled, signal.SIG_DFL) | dict.fromkeys(ignored, signal.SIG_IGN)
     before = {number: signal.signal(number, action) for number, action in handlers.items()}
@@ -74,7 +74,7 @@ def application(started):
     return started
 
 
-# The handler is the same for all in ENDING; each of the others is one of test_a_signal_at_any_moment in the long form.
+# All of ENDING share a handler; test_a_signal_at_any_moment_restores_the_terminal sends the others in the long form.
 def test_a_signal_restores_the_terminal_and_ends_the_engine(application, count):
     (engine,) = children(application.process.pid)
     application.process.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_signal_at_any_moment_restores_the_terminal(tmp_path, count):
         number = rng.choice(ENDING)
         (folder := tmp_path / str(turn)).mkdir()
         with started_in(folder) as run:
-            if turn % 2:  # in mid-answer
+            if turn % 2:  # during an answer
                 run.until(start_app.READY)
                 run.type(b"slow\r")
             at = time.monotonic() + rng.uniform(0, 3)
@@ -115,12 +115,12 @@ def test_a_signal_at_any_moment_restores_the_terminal(tmp_path, count):
             engines = children(run.process.pid)
             run.process.send_signal(number)
             count["signals"] += 1
-            assert run.finish() in (128 + number, -number), (turn, number)  # itself, before it takes the terminal
+            assert run.finish() in (128 + number, -number), (turn, number)  # -number: before it takes the terminal
         assert b"\x1b[?1049h" not in run.written or not modes_left_on(run.written), (turn, number)
         wait_until(lambda engines=engines: not any(map(is_alive, engines)))
 
 
-@pytest.mark.parametrize("started", [(), (signal.SIGHUP, signal.SIGTERM)], indirect=True, ids=["told", "hears nothing"])
+@pytest.mark.parametrize("started", [(), (signal.SIGHUP, signal.SIGTERM)], indirect=True, ids=["handled", "ignored"])
 def test_a_vanished_terminal_ends_application_and_engine(application, tmp_path):
     """A vanished terminal, as after a dropped SSH connection; all but the last second of the answer is on disk."""
     (engine,) = children(application.process.pid)

@@ -1,6 +1,6 @@
 """The screens as text at three sizes; ``--update-snapshots`` accepts them as they are now.
 
-No engine runs: its events are handled one after the other, so that nothing depends on a moment.
+No engine runs: its events are handled one after the other, so that nothing depends on timing.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ from kvchat.tui.state import GpuHistory, Moment
 from kvchat.tui.widgets import panels
 from kvchat.tui.widgets.bars import ModeBar
 
-SETTLED_S = 5.0  # a screen that has not changed for so long is accepted
+SETTLED_S = 5.0  # a screen unchanged for this long is accepted
 
 
 def screen_text(app: App[None]) -> str:
-    """The rows of the screen, or only of a box in front of it, because how the rest shines through does not matter."""
+    """The rows of the screen, or only of a dialog in front, because how the rest shines through does not matter."""
     region = app.size.region
     if isinstance(app.screen, ModalScreen):
         region = app.screen.children[0].region if app.screen.children else Region()
@@ -142,7 +142,7 @@ async def test_screens_match_their_snapshots(still, size):
 
     async def check(name):
         file = SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt"
-        patience_s = SETTLED_S if any(differences) else PATIENCE_S  # it fails already
+        patience_s = SETTLED_S if any(differences) else PATIENCE_S  # it already fails
         differences.append(await difference(app, file, update, patience_s))
 
     async with app.run_test(size=size) as pilot:
@@ -193,7 +193,7 @@ async def found_conversations(text: str) -> list[Summary]:
 
 
 def history() -> GpuHistory:
-    """A minute of readings, so recent that the snapshots add none."""
+    """A minute of readings, recent enough that the snapshots add none."""
     readings = GpuHistory(clock=lambda: 0.0)
     readings.note(Gpu("RTX 4070", 1), None)
     readings.moments.clear()
@@ -231,11 +231,11 @@ async def switched(app: KvchatApp) -> None:
 async def compared(app: KvchatApp) -> None:
     variants = [Variant("full"), Variant("streaming", {"budget": 256})]
     app.controller.comparisons.begin(variants)
-    said = ("All ", "is ", "due ", "within ", "30 days.")
+    answer = ("All ", "is ", "due ", "within ", "30 days.")
     other = ("All ", "is ", "due ", "at ", "once.")
     agreement = Agreement(3, 4, 0.75, 0.05, 0.9)
     runs = (
-        Run("full", {}, said, "eos", replace(STATS, read_share=1.0, recall_hit_rate=None, recalled_bytes=0)),
+        Run("full", {}, answer, "eos", replace(STATS, read_share=1.0, recall_hit_rate=None, recalled_bytes=0)),
         Run("streaming", {"budget": 256}, other, "eos", replace(STATS, decode_tokens_per_s=71.0), agreement),
     )
     app.controller.comparisons.running.sampling = replace(app.controller.comparisons.running.sampling, seed=7)
@@ -251,7 +251,7 @@ async def failed(app: KvchatApp) -> None:
 
 
 async def out_of_memory(app: KvchatApp) -> None:
-    """The chat in the middle of an answer."""
+    """Memory runs out during an answer."""
     chat = app.controller
     await chat.ask("Go on.")
     await chat.handle(Started(TOTAL, TOTAL - 20))

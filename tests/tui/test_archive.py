@@ -276,7 +276,7 @@ async def test_changes_during_a_save_are_saved(archive, monkeypatch):
     assert (await archive.load(conversation.id)).leaf.ending == "stopped"
 
 
-# ---- kill -9 of the application or its engine in mid-answer: the question and the text so far are on disk
+# ---- kill -9 of the application or its engine during an answer: the question and the text so far are on disk
 
 
 KILLS = int(os.environ.get("KVCHAT_KILLS", "1"))
@@ -288,7 +288,7 @@ def engine_of(pid: int) -> int:
 
 
 def kill(folder: Path, victim: str, number: int) -> Loss:
-    """Kill it in mid-answer, up to three seconds after the first words, and return what was lost."""
+    """Kill it during an answer, up to three seconds after the first words, and return what was lost."""
     folder.mkdir()
     ledger = folder / "ledger"
     environment = environ(TERM="xterm-256color", FAKE_LEDGER=str(ledger))
@@ -299,7 +299,7 @@ def kill(folder: Path, victim: str, number: int) -> Loss:
         program.until("window moves")
         until = time.monotonic() + random.Random(number).uniform(0.0, 3.0)
         while (wait_s := until - time.monotonic()) > 0:
-            program.read(wait_s)  # a terminal that is not read would hold the application up
+            program.read(wait_s)  # an unread terminal would block the application
         killed = time.time()
         os.kill(program.process.pid if victim == "application" else engine_of(program.process.pid), signal.SIGKILL)
         if victim == "engine":

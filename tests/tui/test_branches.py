@@ -22,7 +22,7 @@ def done(text, reason="eos"):
 
 @pytest.fixture
 async def talk(chat):
-    """Two questions, answered."""
+    """Two answered questions."""
     await chat.load()
     for question, answer in (("one", "1"), ("two", "2")):
         await chat.ask(question)
@@ -77,7 +77,7 @@ async def test_stopping_a_regeneration_early_restores_the_answer(talk, branches)
 
 @pytest.fixture
 async def answered(talk):
-    """The id of the last answer; a question after it was left before its answer began, and opened again."""
+    """The id of the last answer; the question after it was left unanswered and then reopened."""
     await talk.controller.open_archive()
     last = talk.controller.state.conversation.leaf.id
     await talk.ask("three")
@@ -105,7 +105,7 @@ async def test_stopping_removes_a_reopened_unanswered_question(talk, branches, a
 
 @pytest.fixture
 def while_clearing(talk, monkeypatch):
-    """Runs what it is given while the transcript is cleared below a message the next time."""
+    """Runs a function the next time that the transcript is cleared below a message."""
 
     def run(act):
         async def show(*shown):
@@ -289,7 +289,7 @@ async def test_an_edited_answer_continues_as_a_sibling(chat):
     assert chat.view.answers[-1].text == "Hello you"
 
 
-# ---- ``/pin``: chosen messages, kept with the conversation and handed to the engine at once and with every question
+# ---- ``/pin``: saved with the conversation, sent to the engine at once and with every question
 
 
 def pinned(command):
@@ -374,7 +374,7 @@ async def test_a_pin_refused_by_the_engine_is_removed(talk):
     await talk.controller.handle(refused)
     assert pinned(talk.client.sent[-1]) == ["one"]
     assert "unpinned" in talk.view.toasts[-1]
-    await talk.controller.handle(refused)  # of a question that was asked before that
+    await talk.controller.handle(refused)  # for a question asked before that
     assert [message.pinned for message in talk.controller.state.conversation.path] == [True, False, False, False]
 
 

@@ -71,7 +71,7 @@ def test_any_byte_stream_terminates(count, stream):
 
 @pytest.mark.slow("hundreds of events are drawn")
 async def test_absurd_events_do_not_crash(running, count):
-    """Events of the right types with absurd values neither end the application nor stop it listening."""
+    """Events of the right types with absurd values neither crash the application nor stop it from listening."""
     found = []
 
     @fuzzed
@@ -88,7 +88,7 @@ async def test_absurd_events_do_not_crash(running, count):
             await until(lambda: not app.client._inbox)
             await asyncio.sleep(0.01)  # to draw it
             assert app.is_running, event
-        # Again and again: what an event asked the engine for may be answered after it.
+        # Repeatedly: replies to what an event requested may come after it.
         await until(lambda: app.client._put(Loading("the end")) or app.controller.state.stage == "the end")
 
 

@@ -1,4 +1,4 @@
-"""Comparisons without a screen: commands to the engine, and the results of its events."""
+"""Comparisons and needle searches: commands to the engine, results of its events, and screens."""
 
 import asyncio
 import io
@@ -49,7 +49,7 @@ SNAPSHOT = Snapshot("streaming", {}, 1.0, 2, 3, 4, 5)
 
 @pytest.fixture
 async def talk(chat):
-    """Two questions, answered."""
+    """Two answered questions."""
     await chat.load()
     chat.controller.set_system("be brief")
     for question, answer in (("one", "1"), ("two", "2")):
@@ -148,7 +148,7 @@ async def test_a_stopped_needle_search_asks_no_mode(talk):
     assert talk.phase is Phase.READY
 
 
-# ---- What a comparison compares: as it is written, completed and with one seed
+# ---- Variants as they are written and completed
 
 
 def test_variants_are_parsed_with_their_parameters():
@@ -180,7 +180,7 @@ def test_variants_are_completed_to_two_different_ones():
             completed(wrong, "full")
 
 
-# ---- A comparison while it is made: what it says is being done, and when it is over
+# ---- A running comparison: its stage and its end
 
 
 def test_the_stage_follows_the_engine_until_the_result():
@@ -200,7 +200,7 @@ def test_the_stage_follows_the_engine_until_the_result():
     assert (shown.result.question, shown.result.prompt_tokens, shown.result.runs) == ("What?", 2000, runs)
 
 
-# ---- The comparison's screen over the fake engine
+# ---- The comparison screen with the fake engine
 
 
 def shown(app, selector: str) -> str:
@@ -220,7 +220,7 @@ async def test_f8_shows_both_answers_and_w_saves_them(running, size, tmp_path, m
         await until(lambda: shown(app, "#answers Static") == expected)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
         await until(lambda: min(one.region.height, other.region.height) > 3)
-        adjacent = size[0] >= 100  # where there is room
+        adjacent = size[0] >= 100  # if there is room
         await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (adjacent, adjacent))
         press(app, "w")
         await until(lambda: len(list(tmp_path.glob("comparison-*"))) == 2)
@@ -265,7 +265,7 @@ def test_markup_and_control_characters_are_text():
     assert answer_text(Run("sync", {}, refusal="It does [not] fit."), 0).plain == "It does [not] fit."
 
 
-# ---- The needle demonstration's table, over the fake engine and by itself
+# ---- The needle table, with the fake engine and alone
 
 
 async def test_every_mode_has_a_row_and_esc_closes(running):
@@ -293,7 +293,7 @@ async def test_the_needle_screen_opens_between_other_screens(running):
 
 
 def needle_search(answers: dict[str, str]) -> RunningComparison:
-    """A needle whose fact is Biscuit, with these answers by mode."""
+    """A finished needle search for Biscuit, with these answers by mode."""
     variants = tuple(map(Variant, answers))
     shown = RunningComparison("What is my cat called?", "m", variants, Sampling(), fact="Biscuit")
     stats = Stats(read_share=0.25, recalled_bytes=2**20, decode_tokens_per_s=41.5)

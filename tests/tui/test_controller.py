@@ -1,4 +1,4 @@
-"""The user's requests without a screen: commands to the engine, changes of the state, refusals."""
+"""The user's requests without a screen: commands to the engine, state changes, refusals."""
 
 import asyncio
 
@@ -95,7 +95,7 @@ async def test_the_chat_does_not_wait_for_an_engine_to_exit(chat):
     chat.client.ended.set()
     await chat.engine_ended()
     assert {type(command) for command in chat.client.sent} == {Load}
-    assert chat.view.notes == [note], "nothing after the question"
+    assert chat.view.notes == [note], "no note after the question"
 
 
 async def test_a_question_is_sent_with_the_whole_conversation(chat):
@@ -279,7 +279,7 @@ async def test_auto_receives_parameters_of_later_modes_at_once(chat):
     state = chat.controller.state
     assert (state.later, state.awaiting) == ({}, {})
     assert state.pending["speculative"] == {"window": 64, "sink": 8}
-    chat.controller.set_for_mode("streaming", "sigma", 8)  # it never enters that
+    chat.controller.set_for_mode("streaming", "sigma", 8)  # auto never enters streaming
     assert state.awaiting == {"streaming": {"sigma": 8}}
     with pytest.raises(UsageError):
         chat.controller.set_for_mode("speculative", "window", -1)
@@ -297,13 +297,13 @@ async def test_auto_gives_deferred_parameters_to_each_accepting_mode(chat):
     for name, value in (("profile", "paper"), ("sink", 8), ("mem", 0.7), ("budget", 512), ("window", 64)):
         chat.controller.set_later(name, value)
     chat.controller.switch("auto", {"speculative": {"window": 96}})
-    asked = {
+    expected = {
         "budget": 512,
         "speculative": {"profile": "paper", "sink": 8, "window": 96},
         "sync": {"profile": "paper", "mem": 0.7},
     }
     (sent,) = chat.client.sent
-    assert (sent.mode, sent.params) == ("auto", asked)
+    assert (sent.mode, sent.params) == ("auto", expected)
     assert (chat.controller.state.later, chat.controller.state.awaiting) == ({}, {})
 
 
@@ -329,7 +329,7 @@ async def test_set_in_auto_changes_auto_or_its_mode(chat):
     assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("", {"draft": "lookup"})]
 
 
-# ---- Where memory ran out commands are offered that take less of it
+# ---- After memory ran out: commands that need less
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ async def test_out_of_memory_offers_commands_that_need_less(chat, mode, budget, 
 @pytest.mark.parametrize(
     ("crashed", "is_suspected"),
     [
-        (Crashed(-9, ()), True),  # by the system
+        (Crashed(-9, ()), True),  # killed by the system
         (Crashed(-6, ("memory allocation of 557072 bytes failed", "Fatal Python error: Aborted")), True),
         (Crashed(-11, ("Fatal Python error: Segmentation fault",)), False),
     ],

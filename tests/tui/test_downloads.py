@@ -1,4 +1,4 @@
-"""The application downloads a model by its real process from a hub on this machine."""
+"""The application downloads a model with its real process from a local hub."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ async def test_a_stopped_download_is_resumed(running, hub):
         await until(lambda: app.controller.models.in_use.model == "org/model")
         assert "↓" not in drawn(app)
     first, second = hub.ranges
-    assert (first, second > 2**20) == (0, True), "what had come was not downloaded again"
+    assert (first, second > 2**20) == (0, True), "the first part was not downloaded again"
 
 
 @pytest.mark.slow("a process asks the hub")

@@ -37,7 +37,7 @@ def test_open_blocks_are_held_back(text, closed, tail):
 
 
 def closed_after_each(pieces):
-    """The closed text after each piece, if only the rest is looked at again."""
+    """The closed text after each piece, if only the rest is scanned again."""
     text = closed = ""
     for piece in pieces:
         text += piece

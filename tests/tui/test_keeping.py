@@ -82,7 +82,7 @@ async def test_opening_a_conversation_restores_its_stored_kv(chat, tmp_path):
     first = chat.controller.state.conversation
     await chat.controller.handle(Finished("eos", "Hello!", Stats()))
     await chat.controller.new()
-    assert chat.client.sent[-1] != first.to_resume()  # nothing was said in the new one yet
+    assert chat.client.sent[-1] != first.to_resume()  # the new one is still empty
     await chat.controller.open(first.id)
     assert chat.client.sent[-1] == first.to_resume()
     await chat.controller.handle(Resumed("another", 9, 0.1, "disk"))
@@ -145,11 +145,11 @@ async def test_reopening_a_conversation_restores_its_mode(chat):
     await chat.controller.handle(SPECULATIVE)
     assert "speculative" in chat.view.notes[-1]
     assert "128" in chat.view.notes[-1]
-    assert len(chat.view.switches) == lines, "it is said once"
+    assert len(chat.view.switches) == lines, "it is reported once"
     await chat.controller.open_last()
     assert switches(chat)[1:] == [("full", {})]
     await chat.controller.open(saved_id)
-    assert (await chat.controller.archive.load(saved_id)).mode == "speculative", "a switch on its way is of another one"
+    assert (await chat.controller.archive.load(saved_id)).mode == "speculative", "the pending switch is the other's"
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ async def test_reopening_restores_the_parameters_of_auto(chat):
     await chat.controller.handle(DONE)
     chat.client.sent.clear()
     await chat.controller.open(saved_id)
-    asked = {"tokens_per_s": 5, "budget": 512, "sync": {"mem": None}, "speculative": {"window": 64}}
-    assert switches(chat) == [("auto", asked)]
+    expected = {"tokens_per_s": 5, "budget": 512, "sync": {"mem": None}, "speculative": {"window": 64}}
+    assert switches(chat) == [("auto", expected)]
     given = {**AUTO_PARAMS, "sync": {"mem": None}}
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=given, auto=FULL_BY_AUTO))
     assert not lacks(" ".join(chat.view.notes[-2:]), "auto mode", "tokens_per_s 5", "speculative window 64")
@@ -214,8 +214,8 @@ async def test_command_line_parameters_override_those_of_auto(config, chat_of, t
     first = chat_of(config)
     await in_auto(first)
     await first.controller.close()
-    asked = {"speculative": {"window": 96}, "sync": {"mem": 0.7}, "streaming": {"sigma": 8}}
-    second = chat_of(replace(config, resume=True, asked_params=asked))
+    requested = {"speculative": {"window": 96}, "sync": {"mem": 0.7}, "streaming": {"sigma": 8}}
+    second = chat_of(replace(config, resume=True, asked_params=requested))
     await second.controller.open_archive(resume=True)
     await second.controller.start()
     await second.load()

@@ -1,4 +1,4 @@
-"""Keys that arrive together act as if each had arrived alone, wherever the focus goes meanwhile."""
+"""Keys that arrive together act as if each had arrived alone, wherever the focus moves."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ async def test_keys_and_pastes_keep_their_order_whatever_has_focus(running):
         await until(lambda: "x" in app.screen.query_one(Input).value)
         press(app, "escape")
         await until(lambda: not isinstance(app.screen, ConversationsScreen))
-        app.post_message(events.AppBlur())  # the terminal lies behind others
+        app.post_message(events.AppBlur())  # another window has the focus
         await until(lambda: not app.app_focus)
         app.push_screen(ConversationsScreen(app.controller, ""))
         await until(lambda: isinstance(app.screen, ConversationsScreen) and app.screen.query(Input))

@@ -1,4 +1,4 @@
-"""The number of widgets of any answer is bounded, and does not change what was drawn while it grows."""
+"""Answers become a bounded number of widgets, and a growing answer leaves what was drawn unchanged."""
 
 import time
 
@@ -22,7 +22,7 @@ LARGE = {
     "line": "word " * 100_000,
     "wide line": "日本語" * 10_000,
 }
-SLOW = {  # texts that models repeat without end; parsing 4,000 characters takes a second
+SLOW = {  # what models repeat endlessly; parsing 4,000 characters takes a second
     "images": "![" * 10_000,
     "brackets in an item": f"- {'[' * 10_000}",
     "brackets on lines": "[[[[\n" * 500,
@@ -32,7 +32,7 @@ SLOW = {  # texts that models repeat without end; parsing 4,000 characters takes
     "emphasis": "a*" * 20_000,
     "no definition": ("[a]: http://b " + "[" * 1900 + "\n") * 100,
 }
-PARSER = MarkdownIt("gfm-like", {"html": False, "maxNesting": MOST_NESTED})  # as an answer's
+PARSER = MarkdownIt("gfm-like", {"html": False, "maxNesting": MOST_NESTED})  # as for an answer
 
 
 def markdown_of(text: str) -> str:
@@ -50,14 +50,14 @@ def test_large_answers_stay_mostly_plain_text(name):
 @pytest.mark.parametrize("name", SLOW)
 def test_text_that_parses_slowly_stays_plain(name):
     text = f"It begins.\n\n{SLOW[name]}\n\nIt ends."
-    made = parts(text)
-    assert "".join(part.text for part in made) == text
+    found = parts(text)
+    assert "".join(part.text for part in found) == text
     began = time.process_time()
-    for part in made:
+    for part in found:
         if part.is_markdown:
             PARSER.parse(part.text)
     PARSER.parse(definitions(text))
-    assert time.process_time() - began < 1  # a tenth of it is usual
+    assert time.process_time() - began < 1  # usually a tenth of that
 
 
 def test_links_and_formulas_are_parsed_as_markdown():

@@ -1,4 +1,4 @@
-"""Another model: choosing, loading, refusing, stopping, downloading and planning."""
+"""Changing the model: choosing, loading, refusing, stopping, downloading and planning."""
 
 import asyncio
 import re
@@ -81,7 +81,7 @@ async def test_a_failed_load_keeps_the_old_model(chat, all_local):
     await choose(chat, "other")
     await chat.controller.handle(FAILED)
     assert [error.title for error in chat.view.errors] == ["Too big."]
-    assert chat.phase is Phase.LOADING, "the old one reports itself next"
+    assert chat.phase is Phase.LOADING, "the old model reports itself next"
     await chat.load(notes=("said before",))
     assert (chat.phase, chat.view.notes) == (Phase.READY, [])
     assert chat.controller.models.in_use.model == "bundled"
@@ -176,12 +176,12 @@ async def test_planning_ends_with_a_result_or_the_engine(chat):
     assert not working.is_working
 
 
-# ---- downloads -------------------------------------------------------------------------------------
+# ---- Downloads
 
 
 @pytest.fixture
 def config(config):
-    """A download whose model's name says which JSON lines it writes, and whether it then waits or ends."""
+    """A fake download; the model's name decides which JSON lines it writes and whether it then waits."""
     code = """
 import json, sys, time
 name = sys.argv[1].partition("/")[2]
@@ -265,7 +265,7 @@ async def test_think_sets_the_templates_own_variable(chat, known, line, args):
     await chat_module.template(chat.controller, "other=1")
     await chat_module.think(chat.controller, line)
     assert sent_args(chat) == [("other=1",), ("other=1", *args)]
-    assert chat.controller.models.in_use.template_args == ("other=1", *args), "a restart has them too"
+    assert chat.controller.models.in_use.template_args == ("other=1", *args), "a restart keeps them"
 
 
 @pytest.mark.parametrize(("known", "line"), [((), "on"), (("reasoning_effort",), "off"), (("thinking",), "high")])
@@ -292,17 +292,17 @@ async def test_template_sets_variables_or_reloads_the_model(chat, tmp_path):
     assert chat.controller.models.in_use.template_args == ("b=3",), "a restart would fail"
 
 
-# ---- The words of a plan
+# ---- The text of a plan
 
 
-MADE = MemoryPlan(
+CUDA_PLAN = MemoryPlan(
     "org/model", "qwen3", "cuda:0", "bfloat16", 4096, {"none": 2**30}, {"full": ModeNeed(2**20, {}, "", 2**10)},
     1, 2**20, 2**20, 1, 2**30, 2**30, unpacked=2**30, proposal=Proposal("none", "full", None, ()),
 )  # fmt: skip
 
 
 def test_every_plan_row_is_explained():
-    table = "\n".join(plan_lines(MADE, {"stored": 1})).split("\n\n")[1]
+    table = "\n".join(plan_lines(CUDA_PLAN, {"stored": 1})).split("\n\n")[1]
     heading, *rows = (line.strip() for line in table.split("\n"))
     assert heading.split()[-1] in PLANNED
     assert [row for row in rows if not row.startswith(tuple(PLANNED))] == []
@@ -310,11 +310,11 @@ def test_every_plan_row_is_explained():
 
 
 def test_proposed_commands_quote_paths_and_keep_options():
-    made = replace(MADE, model="/my models/it's", given={"dtype": "float16", "host_dtype": "int8"})
-    start = ["kvchat", "-m", made.model, "--dtype", "float16", "--host-dtype", "int8"]
-    *_, proposed, _ = plan_lines(made)
+    plan = replace(CUDA_PLAN, model="/my models/it's", given={"dtype": "float16", "host_dtype": "int8"})
+    start = ["kvchat", "-m", plan.model, "--dtype", "float16", "--host-dtype", "int8"]
+    *_, proposed, _ = plan_lines(plan)
     assert shlex.split(proposed) == [*start, "--mode", "full"]
-    *_, unquantized, _ = plan_lines(replace(made, given=made.given | {"quantize": "int8"}))
+    *_, unquantized, _ = plan_lines(replace(plan, given=plan.given | {"quantize": "int8"}))
     assert shlex.split(unquantized) == [*start, "--mode", "full", "--quantize", "none"]
-    *_, anyway = plan_lines(replace(made, proposal=None))
+    *_, anyway = plan_lines(replace(plan, proposal=None))
     assert shlex.split(anyway)[: len(start) + 1] == [*start, "--force"]

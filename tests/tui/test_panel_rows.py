@@ -1,4 +1,4 @@
-"""Rows of figures are complete, omit unknown values and are explained."""
+"""Panel rows are complete, omit unknown values and are explained."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from kvchat.tui.panel_rows import (
     recall_rows,
 )
 
-OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds them to the mode's own
+OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds these to the mode's own figures
 DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED, EVENTS}
 
 

@@ -1,4 +1,4 @@
-"""Changed keys are checked, act, and are shown on every screen."""
+"""Rebound keys are checked, work, and are shown on every screen."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ def texts_of(source):
 def test_keys_appear_only_in_the_action_table():
     for path in sorted(ROOT.rglob("*.py")):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        if name in ("rebinding.py", "actions.py"):  # the names of keys, how a binding is made, and the table
+        if name in ("rebinding.py", "actions.py"):  # key names, the making of bindings, and the table
             continue
         assert "Binding(" not in source, name
         bound = re.findall(r"^    BINDINGS.*", source, re.MULTILINE)
@@ -58,7 +58,7 @@ def test_every_scope_leads_to_the_application():
 
 def test_different_scopes_may_share_a_key():
     check_keys({"ribbon.right": "y", "mode.next": "f6,f6"})
-    check_keys({"mode.next": "f7", "panels": "F6"})  # exchanged
+    check_keys({"mode.next": "f7", "panels": "F6"})  # swapped
     check_keys({})
     with pytest.raises(UsageError, match=r"ribbon\.left and ribbon\.right"):
         check_keys({"ribbon.left": "right"})
@@ -157,7 +157,7 @@ async def test_invalid_bindings_leave_the_defaults(running, config):
 
 REBOUND = {
     "conversations.delete": "f4",
-    "search.down": "ctrl+k",  # a key of the text field
+    "search.down": "ctrl+k",  # also a key of the text field
     "search.close": "f11",
     "settings.default": "f12",
     "settings.close": "ctrl+g",
@@ -195,7 +195,7 @@ def test_different_screens_may_share_a_key():
         check_keys({"conversations.delete": "d"})
 
 
-# ---- Names of keys
+# ---- Key names
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pace of a recording."""
+"""Replayed recordings: their pace, and the replaying engine."""
 
 import io
 import os
@@ -108,19 +108,19 @@ async def test_a_replay_refuses_questions_and_plays_to_the_end(running, config):
         assert app.controller.state.mode == "full"
         prompt(app).insert("mine")
         prompt(app).action_send()
-        await app.controller.answers.ask("theirs")  # as the recording asks its own
+        await app.controller.answers.ask("theirs")  # as the recording asks its own questions
         await until(lambda: prompt(app).text == "mine")
         assert prompt(app).prompts.older("") is None
 
 
-# ---- The replaying engine: events in their order and time, a pace that changes, refusals, and an end with its parent
+# ---- The replaying engine: order and timing of events, pace changes, refusals, and its end
 
 
 CHAT = Chat((Turn("user", "hello"),))
 
 
 def events_of(entries, commands=()) -> list:
-    """What a player sends that received ``commands`` before it began."""
+    """The events of a player that received ``commands`` before it started."""
     events = io.BytesIO()
     player = Player(entries, events)
     player.read(io.BytesIO(b"".join(map(wire.encode, commands))))

@@ -1,4 +1,4 @@
-"""The chat with a server's model: the server decides, its figures are shown, the conversation is kept here."""
+"""The chat with a server's model: the server decides, its figures are shown, the conversation is saved locally."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def served(config, server):
     return replace(config, engine_command=None, load=Load(model=server.url))
 
 
-# ---- what the server decides
+# ---- What the server decides
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_a_conversation_keeps_its_local_mode(chat):
     assert not [command for command in chat.client.sent if isinstance(command, Switch)]
     assert (conversation.mode, conversation.params) == ("streaming", {"budget": 256})
     await chat.controller.handle(Finished("eos", "Hello.", stats=_stats()))
-    await chat.load()  # a model here again
+    await chat.load()  # a local model again
     assert Switch("streaming", {"budget": 256}) in chat.client.sent
 
 
@@ -124,7 +124,7 @@ async def test_receipts_show_reused_tokens(chat):
     assert "not read again" not in chat.controller.state.receipt(Finished("eos", "Hello.", _stats()))
 
 
-# ---- the application with a server
+# ---- The application with a server
 
 
 async def test_a_server_answers_without_offering_modes(running, served, server):
@@ -132,7 +132,7 @@ async def test_a_server_answers_without_offering_modes(running, served, server):
         assert "SERVER" in drawn(app)
         assert "vLLM at 127.0.0.1" in drawn(app)
         assert "Hide a fact" not in drawn(app)
-        typed(app, "4")  # which hides a fact elsewhere
+        typed(app, "4")  # starts a needle search with a local model
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "4"
         assert answers(app)[0].text == "Hello."
@@ -143,7 +143,7 @@ async def test_a_server_answers_without_offering_modes(running, served, server):
         press(app, "f5")
         await until(lambda: len(server.asked) == 2 and finished(app, 2))
         assert server.asked[0]["messages"] == server.asked[1]["messages"]
-        assert len(app.controller.state.conversation.messages) == 3  # two answers side by side
+        assert len(app.controller.state.conversation.messages) == 3  # a question and two sibling answers
 
 
 async def test_a_stop_keeps_the_text_and_the_chat_continues(running, served, server):
@@ -183,7 +183,7 @@ async def test_metrics_are_requested_only_while_shown(running, served, server):
         await until(lambda: not app.chat.query_one(KvColumn).display and not app.controller.details._watching)
         seen = server.seen.count("/metrics")
         await ask(app, "Hi.")
-        assert server.seen.count("/metrics") <= seen + 1  # one may have been on its way
+        assert server.seen.count("/metrics") <= seen + 1  # one request may have been in flight
 
 
 async def test_the_api_key_is_written_nowhere(running, served, server, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ async def test_the_models_own_temperature_is_shown(at, chat):
 async def test_the_page_dtype_applies_now_and_to_later_models(at, chat):
     key = ("kv", "host_dtype")
     at.editor.change(key, "int8")
-    assert KeepPages("int8") not in chat.client.sent  # the first Load says it
+    assert KeepPages("int8") not in chat.client.sent  # the first Load contains it
     await chat.load()
     at.editor.change(key, "model")
     assert chat.client.sent[-1:] == [KeepPages("model")]
@@ -249,7 +249,7 @@ async def retype(app, until, text):
 
 
 async def edit(app, until, part):
-    """Open the setting that was found, whose ``part`` gets the next keys."""
+    """Open the setting that was found, and wait until its ``part`` has the focus."""
     press(app, "enter")
     await until(lambda: focused(app) == part)
 
@@ -291,7 +291,7 @@ async def test_a_choice_is_made_by_mouse_and_reset_by_key(running):
         await edit(app, until, "value")
         press(app, "down", "pagedown", "q")
         await until(lambda: app.screen.query_one("#value", Input).value.endswith("q"))
-        assert "model.name" in text_of(app, "#about"), "while a value is written its setting stays chosen"
+        assert "model.name" in text_of(app, "#about"), "while a value is typed its setting stays selected"
 
 
 async def test_a_mode_chosen_by_keys_is_shown_after_the_switch(running):

@@ -1,4 +1,4 @@
-"""Values given at run time, receipts and sums."""
+"""Values set at run time, receipts and totals."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_modes_are_listed_with_prices():
     prices = (Price("sync", 2**20, seconds=0.004), Price("freeze", refusal="too small"))
     s.snapshot = Snapshot("full", {}, 0, 0, 0, 0, 0, prices=prices)
     lines = describe_modes(s).split("\n")
-    assert len(lines) == len(choosable()) + 1, "and the title of a group"
+    assert len(lines) == len(choosable()) + 1, "plus a group title"
     assert [line.split()[1] for line in lines if line.startswith("●")] == ["full"]
     s.auto = "auto: full, 12 ms a token"
     assert [line.split()[1] for line in describe_modes(s).split("\n") if line.startswith("●")] == ["auto", "full"]
@@ -182,7 +182,7 @@ def test_only_changed_sampling_values_are_described():
     assert describe_sampling(Sampling(top_k=40, seed=3)) == "top_k 40 · seed 3"
 
 
-# ---- The line a live switch writes
+# ---- The line that a mode switch writes
 
 
 def note(speed: float | None = 41.0, **changes: object) -> SwitchNote:

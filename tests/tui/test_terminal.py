@@ -51,7 +51,7 @@ class Terminal:
         self("send-keys", *keys)
 
     def paste(self, data: bytes) -> None:
-        """Paste as a terminal does; newer versions of tmux would by default write control characters as words."""
+        """Paste as a terminal does; by default, newer versions of tmux spell out control characters."""
         literally = ["-S"] if "S]" in self("list-commands", "paste-buffer") else []
         self("load-buffer", "-", stdin=data)
         self("paste-buffer", "-p", "-r", *literally)
@@ -62,7 +62,7 @@ class Terminal:
     def until(self, condition: Callable[[str], object]) -> str:
         deadline = time.monotonic() + PATIENCE_S
         while not condition(screen := self.screen()):
-            assert time.monotonic() < deadline, f"waited in vain; the screen is\n{screen}"
+            assert time.monotonic() < deadline, f"timed out; the screen is\n{screen}"
             time.sleep(0.05)
         return screen
 
@@ -134,7 +134,7 @@ def test_a_whole_session_in_a_terminal(terminal, tmp_path):
     assert not any(alive(pid) for pid in first + second)
 
 
-# ---- what comes in ---------------------------------------------------------------------------------
+# ---- Input
 
 
 def test_invalid_utf8_and_huge_pastes_do_not_crash(terminal):
@@ -197,9 +197,9 @@ def test_escape_before_several_letters_is_the_escape_key(sent, read):
     assert InputDecoder().decode(sent) == read
 
 
-# ---- what goes out ---------------------------------------------------------------------------------
+# ---- Output
 
-# Every text of every event is to be seen, but what the application knows by itself or has no place for.
+# Every text of every event must appear, except what the application knows itself or has no room for.
 NOT_DRAWN = {
     *(
         "Failed.kind",
@@ -211,12 +211,12 @@ NOT_DRAWN = {
         "Snapshot.attended",
     ),
     *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
-    "Loaded.model",  # its last part is
-    "Loaded.auto",  # Snapshot.auto is
-    "Text.text",  # another text ends the answer at once; ``OF_TEXTS`` come as such
+    "Loaded.model",  # only its last part is drawn
+    "Loaded.auto",  # Snapshot.auto is drawn
+    "Text.text",  # the final text replaces it at once; ``ANSWER_TEXTS`` are streamed
     *("Loaded.calls", "Score.token", "Score.top", "Turn.more", "MemoryPlan.elsewhere.of", "Snapshot.other_gpus.of"),
     *("Loaded.template_variables", "Started.tags", "Started.thought"),
-    *("Snapshot.extras.key", "Recovered.signal"),  # below the end of this screen
+    *("Snapshot.extras.key", "Recovered.signal"),  # below the visible part of this screen
     *("MemoryPlan.by_default", "MemoryPlan.floor_ms.of", "Proposal.quantize", "StoredNeed.mode", "Run.reason"),
     *(f"{cls}.params.{of}" for cls in ("Loaded", "ModeNeed", "Run", "Snapshot", "Switched") for of in ("key", "value")),
     *(f"Stats.{name}.{of}" for name in ("extras", "switches") for of in ("key", "value")),
@@ -224,9 +224,9 @@ NOT_DRAWN = {
 }
 SERVER_FIELDS = {"Loaded.server", "Loaded.offers", *names_in(repr(fill(ServerFigures)))}
 EVENT_FIELDS = {name for cls in get_args(Event) for name in names_in(repr(fill(cls)))} - SERVER_FIELDS
-CUT = {"ServerFigures.missing"}  # its beginning is seen
+CUT = {"ServerFigures.missing"}  # only its beginning is visible
 ANSWER_TEXTS = ("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question", "log")
-STEPS = {  # what is typed, and a text that comes of it
+STEPS = {  # what is typed, and a text that appears then
     "\x1b[200~" + hostile("question") + "\x1b[201~\r": "Failed.hint",
     "\t\t\t": "Peeked.text",  # to the ribbon
     "everything\r": "«answered»",
@@ -239,8 +239,8 @@ STEPS = {  # what is typed, and a text that comes of it
 
 
 @contextmanager
-def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
-    """The application, ready; it is quit afterwards, and must not have sent forbidden bytes to the terminal."""
+def app_with_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
+    """The ready application; afterwards it quits, and must have sent no forbidden bytes to the terminal."""
     run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color", **more))
     try:
         run.until("«Loaded.notes»")
@@ -254,7 +254,7 @@ def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
 
 def test_no_event_sends_control_sequences_to_the_terminal(tmp_path):
     assert EVENT_FIELDS >= NOT_DRAWN
-    with over_hostile_engine(tmp_path) as run:
+    with app_with_hostile_engine(tmp_path) as run:
         for keys, name in STEPS.items():
             run.type(keys.encode())
             run.until(name)
@@ -264,7 +264,7 @@ def test_no_event_sends_control_sequences_to_the_terminal(tmp_path):
 
 
 def test_no_server_sends_control_sequences_to_the_terminal(tmp_path):
-    with over_hostile_engine(tmp_path, SERVED="1") as run:
+    with app_with_hostile_engine(tmp_path, SERVED="1") as run:
         run.type(b"\x1b[18~")  # F7: all figures
         run.until("«ServerFigures.kind»")
         run.type(b"\x1b[17~")  # F6: the server decides
@@ -277,11 +277,11 @@ def test_typed_ahead_text_enter_and_escape_keep_their_order(tmp_path):
     try:
         run.until(start_app.READY)
         run.type(b"Hello\r")
-        time.sleep(0.05)  # else the two are a paste
+        time.sleep(0.05)  # otherwise both would be one paste
         run.type(b"world")
         run.until("That is all there is to it.")
         run.type(b"\r")
-        run.until("read 100 % of 118")  # it is answered: what follows is not queued
+        run.until("read 100 % of 118")  # answered, so what follows is not queued
         run.type(b"slow\r\x1b")
         run.until("stopped")
         run.type(b"\x11")

@@ -1,4 +1,4 @@
-"""Timers fire on a busy machine too."""
+"""Timers fire on a busy machine too, and redraws are paced."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from textual._callback import invoke
 from kvchat.tui.widgets import base
 from kvchat.tui.widgets.base import LONGEST_S, SHORTEST_S, Paced, interval
 
-STALL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
+STALL_S = 0.009  # longer than Textual waits for further resizes, 1/120 s
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def test_paced_drawing_repeats(running, stalling_clock):
             await until(lambda number=number: len(drawn) == number + 1)
 
 
-# ---- What comes faster than it is drawn is drawn together, with rests between
+# ---- Requests that come faster than drawing are merged, with pauses between
 
 
 @pytest.mark.parametrize(("cost", "seconds"), [(0.001, 0.05), (0.02, 0.08), (0.05, 0.2), (3.0, 0.4)])
@@ -58,7 +58,7 @@ def test_the_interval_is_four_times_the_cost_within_bounds(cost, seconds):
 
 
 class FakePump:
-    """A clock that is moved by hand, its timers, and a layout that takes ``layout_s``."""
+    """A manual clock, its timers, and a layout that takes ``layout_s``."""
 
     def __init__(self, layout_s: float) -> None:
         self.now, self.computed, self.layout_s = 0.0, 0.0, layout_s
