@@ -15,14 +15,14 @@ from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
 
 
-def test_divergence_is_zero_of_equal_distributions_and_known_of_others():
+def test_divergence_matches_known_values():
     logits = torch.tensor([0.3, -1.0, 2.0])
     assert divergence(logits, logits + 5) == pytest.approx(0, abs=1e-9)
     half, quarter = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     assert divergence(half, quarter) == pytest.approx(0.5 * torch.tensor(4 / 3).log().item(), abs=1e-6)
 
 
-def test_full_agrees_with_itself_and_less_reading_covers_less():
+def test_full_agrees_with_itself_and_streaming_covers_less():
     modes = ("full", "streaming:budget=64,sink=4")
     settings = Agreement(modes, context=200, tokens=12, passages=1)
     result = agreement.run(settings)
@@ -38,7 +38,7 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
     assert (len(result["rows"][0]["covered"]), len(result["rows"][1]["kl"])) == (8, 12)
 
 
-def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some(bundled):
+def test_full_has_the_models_own_perplexity_and_streaming_a_higher_one(bundled):
     settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 1)
     result = agreement.run(settings, ModelChoice(device="cpu"))
     full, streaming = result["summary"]
@@ -60,7 +60,7 @@ PROMPT = [token % 251 for token in range(7, 407)]
 BOTH = Coverage(("streaming:budget=128", "full", "speculative:budget=128"), 300, 3, passages=1, facts=1)
 
 
-def test_shares_of_a_row_are_the_means_of_the_steps(tiny_shape):
+def test_coverage_rows_average_over_the_steps(tiny_shape):
     walk = Walk(tiny_shape)
     text = coverage.Forced("books", PROMPT[:390], PROMPT[390:394])
     found = coverage.row(walk, text, parsed("streaming:budget=64,sink=4"))
@@ -79,7 +79,7 @@ def test_shares_of_a_row_are_the_means_of_the_steps(tiny_shape):
 
 
 @pytest.mark.slow("the bundled model decodes two texts in three modes")
-def test_books_and_facts_have_a_row_for_every_variant():
+def test_coverage_has_a_row_for_every_text_and_variant():
     result = coverage.run(BOTH, ModelChoice("bundled", "cpu", "float32"), Frame(report=lambda line: None))
     rows = {(row["kind"], row["variant"]): row for row in result["summary"]}
     assert len(rows) == 6

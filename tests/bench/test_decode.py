@@ -43,7 +43,7 @@ def result():
         return decode.run(settings(modes=MODES, contexts=(400, 700), change_rates=("natural", "0.5")))
 
 
-def test_the_result_is_plain_data_with_a_row_for_each_variant(result):
+def test_results_are_json_with_a_row_per_variant(result):
     assert json.loads(json.dumps(result)) == json.loads(json.dumps(result, default=str))
     names = ["dynamic", "full", "streaming", *["speculative"] * 3, "freeze", "sync"]
     assert [(row["context"], row["variant"]) for row in result["rows"]] == [(c, n) for c in (400, 700) for n in names]
@@ -54,7 +54,7 @@ def test_the_result_is_plain_data_with_a_row_for_each_variant(result):
     assert {"processor", "torch", "transformers", "triton", "driver"} <= result["environment"].keys()
 
 
-def test_every_figure_follows_from_the_times(result):
+def test_figures_follow_from_the_times(result):
     for row in result["rows"]:
         assert row["tokens_per_s"] == pytest.approx(1000 / row["ms"])
         assert row["times_floor"] == pytest.approx(row["ms"] / result["floor_ms"])
@@ -62,7 +62,7 @@ def test_every_figure_follows_from_the_times(result):
             assert row["times_as_fast"] == {"dynamic": 1.0}
 
 
-def test_device_bytes_are_those_predicted(result):
+def test_device_bytes_match_the_prediction(result):
     of_modes = [row for row in result["rows"] if "change_rate" in row]
     for row in of_modes:
         assert row["kv_device_bytes"] == pytest.approx(row["kv_predicted_bytes"], rel=0.01), row["variant"]
@@ -70,7 +70,7 @@ def test_device_bytes_are_those_predicted(result):
     assert max(shares["streaming"], shares["speculative"]) < 1
 
 
-def test_the_floor_is_the_weights_of_a_token_at_the_measured_rate(tiny_shape):
+def test_the_floor_is_the_time_to_read_the_weights(tiny_shape):
     table = tiny_shape.model.get_input_embeddings().weight
     read = tiny_shape.weight_bytes - table.nbytes
     assert decode.floor_ms(tiny_shape, Measured(read=2.0)) == pytest.approx(read / 2e9 * 1000)
@@ -87,7 +87,7 @@ def rounds_take(monkeypatch, ms):
     monkeypatch.setattr(ModeRun, "measure", measure)
 
 
-def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_shape, monkeypatch):
+def test_hidden_recall_is_link_time_minus_exposed_time(tiny_shape, monkeypatch):
     rounds_take(monkeypatch, {None: 10.0, 0.0: 9.0, 0.5: 9.25})
     rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
     natural, still, half = rows
@@ -96,7 +96,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
     assert still["exposed_ms"] is None
 
 
-def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
+def test_full_with_resident_is_bounded_by_the_link(tiny_shape, monkeypatch):
     monkeypatch.setattr(decode, "_without_spilled", lambda settings, model, report: settings)
     monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
     rounds_take(monkeypatch, {None: 3.0})
@@ -106,7 +106,7 @@ def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
     assert "at least 0.50 ms over the link" in line(spilled)
 
 
-def test_where_memory_is_unified_nothing_is_read_over_a_link(tiny_shape):
+def test_variants_that_need_a_link_are_left_out_in_unified_memory(tiny_shape):
     told = []
     chosen = settings(modes=("full", "full:resident=256"), baselines=(), contexts=(300,), rounds=1)
     rows = decode.run(chosen, frame=Frame(report=told.append))["rows"]
@@ -116,7 +116,7 @@ def test_where_memory_is_unified_nothing_is_read_over_a_link(tiny_shape):
         decode.run(settings(modes=("full:resident=256",)))
 
 
-def test_beside_busy_processes_everything_has_a_second_turn():
+def test_every_variant_is_measured_again_under_load():
     result = decode.run(settings(modes=("full",), load=1))
     assert 0 < result["fair_share"] <= 1
     for row in result["rows"]:
@@ -126,7 +126,7 @@ def test_beside_busy_processes_everything_has_a_second_turn():
     assert "of its speed under load" in line(result["rows"][0])
 
 
-def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
+def test_modes_adapt_to_a_changed_load_before_measuring(monkeypatch):
     """Modes adapt their threads to the load, but sample it only while they decode."""
     now = {"load": False, "seen": None}
 
@@ -148,7 +148,7 @@ def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
     assert [(row["wall_ms"], row["wall_ms_beside"], row["kept"]) for row in rows] == [(2.0, 4.0, 0.5)] * 2
 
 
-def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
+def test_failed_variants_become_rows_with_the_reason():
     names = ("offloaded", "dynamic")
     chosen = settings(modes=("streaming", "speculative"), change_rates=("1",), baselines=names, contexts=(300,))
     rows = decode.run(chosen)["rows"]
@@ -169,18 +169,18 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
         ({"change_rates": ("half",)}, 'change rate "half"'),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes, message):
+def test_invalid_settings_are_rejected(changes, message):
     with pytest.raises(UsageError, match=message):
         decode.run(settings(**changes))
 
 
-def test_a_real_model_is_measured_on_prose_up_to_its_context():
+def test_a_real_model_is_compared_with_generate():
     rows = decode.run(settings(shape="", modes=("full",), contexts=(96,), rounds=1, baselines=("generate",)))["rows"]
     assert [row["variant"] for row in rows] == ["generate", "full"]
     assert rows[1]["times_as_fast"]["generate"] > 0
 
 
-def test_random_weights_may_read_a_prompt_too():
+def test_random_weights_can_prefill_a_prompt():
     rows = decode.run(settings(modes=("speculative:unit=page",), baselines=(), rounds=1, prefill=True))["rows"]
     assert rows[0]["ms"] > 0
     assert 0 <= rows[0]["changed"] <= 1

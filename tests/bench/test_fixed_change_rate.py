@@ -33,7 +33,7 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves(rate):
+def test_exactly_the_fixed_share_of_tokens_moves_on_a_gpu(rate):
     model = model_shapes.build("tiny", "cuda")
     by_tokens = parsed("speculative:sink=4,window=32", 96)  # 60 chosen tokens
     mode = fixed_change_rate(rate, by_tokens, geometry_of(model), traits_of(model))
@@ -51,7 +51,7 @@ def test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves(rate):
     check_integrity(kv.state)
 
 
-def test_corrections_move_nothing_more(tiny_shape):
+def test_corrections_move_no_extra_pages(tiny_shape):
     mode = FixedPages(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(tiny_shape), traits_of(tiny_shape))
     runner = filled(tiny_shape, mode, 900)
     runner.step(1)
@@ -62,7 +62,7 @@ def test_corrections_move_nothing_more(tiny_shape):
     assert (runner.kv.state.slots[-1].pages == mode._sliding.at(runner.kv.state.position - 1)).all()
 
 
-def test_too_few_pages_are_refused_and_the_old_mode_goes_on(tiny_shape):
+def test_too_few_pages_are_rejected_and_the_mode_stays(tiny_shape):
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 300)
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
         runner.kv.switch(FixedPages(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))

@@ -37,7 +37,7 @@ def line(row):
     return row["variant"]
 
 
-def test_an_interrupted_measurement_leaves_its_rows_and_another_replaces_them(tmp_path):
+def test_interrupted_measurements_keep_their_rows_until_the_next(tmp_path):
     file = tmp_path / "rows.json"
     with pytest.raises(KeyboardInterrupt):
         Frame(file).measure(EXPERIMENT, CELLS, Measured(fails=3), line)
@@ -52,13 +52,13 @@ def test_an_interrupted_measurement_leaves_its_rows_and_another_replaces_them(tm
     assert load(file) == result
 
 
-def test_progress_tells_what_is_done_and_how_long_the_rest_takes():
+def test_progress_shows_the_count_and_the_time_left():
     clock, lines = iter((0.0, 10.0, 20.0, 30.0, 40.0)), []
     Frame(report=lines.append, clock=lambda: next(clock)).measure(EXPERIMENT, CELLS, Measured(), line)
     assert lines == ["[1/4, 30 s left] full", "[2/4, 20 s left] sync", "[3/4, 10 s left] full", "[4/4] sync"]
 
 
-def test_a_refused_cell_is_a_row_with_the_reason_and_the_rest_goes_on(tmp_path):
+def test_refused_cells_become_rows_with_the_reason(tmp_path):
     file, lines = tmp_path / "rows.json", []
     refusing = Measured(fails=1, error=DoesNotFitError("Too long."))
     result = Frame(file, lines.append).measure(EXPERIMENT, CELLS, refusing, line)
@@ -68,7 +68,7 @@ def test_a_refused_cell_is_a_row_with_the_reason_and_the_rest_goes_on(tmp_path):
     assert "Too long." in lines[1]
 
 
-def test_where_nothing_can_be_measured_the_reason_is_raised():
+def test_the_first_refusal_is_raised_if_every_cell_is_refused():
     def refuse(cell):
         raise DoesNotFitError(f"Case {cell['case']} is too long.")
 
@@ -77,14 +77,14 @@ def test_where_nothing_can_be_measured_the_reason_is_raised():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"experiment": "passkey"}), "\x00" * 9, "[" * 99999])
-def test_a_file_that_is_no_result_is_refused(tmp_path, text):
+def test_files_without_a_result_are_rejected(tmp_path, text):
     file = tmp_path / "rows.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=r"rows\.json is not a"):
         load(file)
 
 
-def test_a_folder_and_a_missing_file_are_refused(tmp_path):
+def test_folders_and_missing_files_are_rejected(tmp_path):
     for place in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(UsageError, match="cannot be read"):
             load(place)
@@ -97,11 +97,11 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
     [(0, 0, 1), (1, 0, 1), (3, 3, 1), (5, 0, 2 / 32), (0, 6, 2 / 64), (1, 3, 2 * (1 + 4) / 16),
      (10, 2, 2 * (1 + 12 + 66) / 4096), (1000, 1000, 1)],
 )  # fmt: skip
-def test_the_probability_of_an_uneven_split_by_chance(more, fewer, p):
+def test_sign_test_returns_the_two_sided_probability(more, fewer, p):
     assert sign_test(more, fewer) == p
 
 
-def test_only_what_both_were_asked_is_compared():
+def test_only_cases_of_both_variants_are_compared():
     def asked(*right, first=0):
         return [{"task": "fact", "case": case, "right": each} for case, each in enumerate(right, first)]
 
@@ -112,7 +112,7 @@ def test_only_what_both_were_asked_is_compared():
     assert chance(one, asked(True, first=9), "right") is None
 
 
-def test_texts_are_compared_by_the_mean_of_their_tokens():
+def test_texts_are_compared_by_their_mean_over_tokens():
     one = [{"passage": 0, "kl": [0.1, 0.9]}, {"passage": 1, "kl": [0.2, 0.2]}]
     other = [{"passage": 0, "kl": [0.4, 0.4]}, {"passage": 1, "kl": [0.1, 0.1]}]
     assert chance(one, other, "kl") == 2 / 4
@@ -136,13 +136,13 @@ class Entered:
         ("full", set()),
     ],
 )
-def test_only_what_is_named_is_sent(variant, named):
+def test_only_named_parameters_are_sent(variant, named):
     session: Any = Entered()
     session.enter(parsed(variant))
     assert session.parameters.model_fields_set == named
 
 
-def test_a_variant_forgets_what_an_earlier_one_was_given():
+def test_variants_do_not_inherit_earlier_parameters():
     session = kvchat.load("bundled")
     session.enter(parsed("speculative:budget=128,unit=page,tau=0.1,sink=4,window=32"))
     session.enter(parsed("speculative:budget=160,unit=page"))
@@ -162,14 +162,14 @@ def result(**changes):
     return {**made, "methods": methods(["sync:m=7"]), "environment": environment, **changes}
 
 
-def test_a_method_is_its_mode_with_all_parameters():
+def test_methods_list_the_mode_with_all_parameters():
     found = methods(["sync:m=7", "streaming"], budget=256)
     assert found["sync:m=7"]["mode"] == "sync"
     assert found["sync:m=7"]["parameters"] == SyncParameters(m=7, budget=256).model_dump()
     assert found["streaming"]["parameters"]["budget"] == 256
 
 
-def test_what_changes_logits_or_times_does_not_stand_side_by_side():
+def test_results_of_other_libraries_or_models_are_incompatible():
     one = result()
     assert incompatible(one, result()) == ""
     assert incompatible(one, result(environment={**one["environment"], "python": "3.12"})) == ""

@@ -68,7 +68,7 @@ def result(processes):
     return peers.run(SHORT, ModelChoice(device="cpu", quantize="auto"), Frame())
 
 
-def test_a_row_for_each_context_and_peer_says_how_it_starts_reads_and_decodes(result):
+def test_each_context_and_peer_has_a_row_of_timings(result):
     longest = result["settings"]["contexts"][-1]
     assert longest == 16_384 - 3 - 3 - 1  # what is decoded has room in the model
     names = ["llama.cpp", "transformers", "kvchat full", "kvchat streaming:budget=512"]
@@ -85,7 +85,7 @@ def test_a_row_for_each_context_and_peer_says_how_it_starts_reads_and_decodes(re
     assert result["peers"] == {"xllamacpp": "xllamacpp 1", "transformers": "transformers 1"}
 
 
-def test_each_figure_is_of_a_process_of_its_own_in_turns_and_none_is_left(result):
+def test_peers_take_turns_in_separate_processes_that_are_closed(result):
     names = [start[1] for start in FakeProcess.started]
     running = ["llama.cpp", "kvchat full", "kvchat streaming:budget=512"]
     # What failed is not tried again after the same context.
@@ -96,7 +96,7 @@ def test_each_figure_is_of_a_process_of_its_own_in_turns_and_none_is_left(result
     assert given[2:] == ("bundled", 71, {"dtype": "auto", "quantize": "auto", "mode": "streaming", "budget": 512})
 
 
-def test_where_llama_cpp_cannot_read_the_model_the_others_are_compared_and_the_reason_is_told(processes, monkeypatch):
+def test_a_model_llama_cpp_cannot_read_is_compared_without_it(processes, monkeypatch):
     def refuse(model, file):
         raise UsageError("It cannot be copied to GGUF.", "Only others are copied.")
 
@@ -108,20 +108,20 @@ def test_where_llama_cpp_cannot_read_the_model_the_others_are_compared_and_the_r
     assert any("xllamacpp" in line and "Only others are copied." in line for line in told)
 
 
-def test_its_table_has_a_line_for_each_row(result):
+def test_the_table_has_a_line_per_row(result):
     text = rendered([result])
     assert text.count("| kvchat streaming, budget=512 |") == 2
     assert "2.00" in text
     assert "4.00" in text
 
 
-def test_unknown_peers_are_refused_before_the_model_is_loaded(monkeypatch):
+def test_unknown_peers_are_rejected_before_loading(monkeypatch):
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: pytest.fail("loaded"))
     with pytest.raises(UsageError, match='Did you mean "xllamacpp"'):
         CliRunner().invoke(app, ["peers", "--peers", "xllamacp"], catch_exceptions=False)
 
 
-def test_weights_stay_as_small_as_the_file_unless_another_quantization_is_given(monkeypatch):
+def test_weights_keep_the_files_quantization_unless_overridden(monkeypatch):
     seen = []
     monkeypatch.setattr(peers, "run", lambda settings, choice, frame: seen.append((settings, choice)) or 1 / 0)
     CliRunner().invoke(app, ["peers", "--context", "0", "--peers", "none", "--steps", "9"])
@@ -132,13 +132,13 @@ def test_weights_stay_as_small_as_the_file_unless_another_quantization_is_given(
     assert other.quantize == "none"
 
 
-def test_what_a_peer_refuses_is_told_in_its_own_words():
+def test_peer_errors_quote_the_peer():
     with pytest.raises(UsageError, match=r"llama.cpp ended.*KeyError: 'none'"):
         PeerProcess("none", "llama.cpp", "a.gguf", 100, {})
 
 
 @pytest.mark.slow("a model is read by each peer")
-def test_every_peer_that_is_here_answers(bundled, tmp_path):
+def test_every_installed_peer_answers(bundled, tmp_path):
     pytest.importorskip("xllamacpp")
     file = tmp_path / "bundled.gguf"
     write_model(file, bundled)
@@ -170,7 +170,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     assert baseline.kv_device_bytes >= 130 * runner.kv.state.geometry.token_bytes
 
 
-def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
+def test_baselines_run_the_original_forward_and_attention(tiny_shape):
     layer = tiny_shape.model.model.layers[0]
     swapped = lambda *args, **kwargs: None  # noqa: E731
     layer.forward = swapped
@@ -184,7 +184,7 @@ def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
         del layer.forward
 
 
-def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory(bundled):
+def test_cpu_baselines_copy_weights_to_ordinary_memory(bundled):
     """kvchat's weights are contiguous in huge pages, which no user of transformers has."""
     plain = baselines.in_ordinary_memory(bundled)
     ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())
@@ -201,7 +201,7 @@ def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory(bundled):
 # ---- llama.cpp as a baseline: it decodes the same model, or says what is missing
 
 
-def test_its_greedy_tokens_are_those_of_generate(bundled):
+def test_llama_cpp_decodes_the_greedy_tokens_of_generate(bundled):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
     ids = prose(bundled.tokenizer, 100)
@@ -217,13 +217,13 @@ def test_its_greedy_tokens_are_those_of_generate(bundled):
 
 
 @pytest.mark.parametrize("absent", ["xllamacpp", "gguf"])
-def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent):
+def test_missing_llama_cpp_packages_are_named(tiny_shape, monkeypatch, absent):
     monkeypatch.setattr(baselines, "find_spec", lambda name: None if name == absent else object())
     with pytest.raises(UsageError, match=rf"package {absent} is not installed.*install .*xllamacpp"):
         LlamaCpp(tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
 
 
-def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
+def test_a_peer_process_that_exits_is_reported(tiny_shape, monkeypatch):
     monkeypatch.setattr(baselines, "find_spec", lambda name: object())
     monkeypatch.setattr(baselines, "write", lambda model, file: None)
     monkeypatch.setattr(baselines.process.sys, "executable", "false")
@@ -237,7 +237,7 @@ def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
 # ---- A model written to a GGUF file: llama.cpp's order of a head's elements
 
 
-def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
+def test_rotated_pairs_become_neighbors(tiny_shape):
     config = tiny_shape.model.config
     heads, dim = config.num_attention_heads, config.head_dim
     rows = torch.arange(heads * dim)[:, None].expand(-1, 3)
@@ -246,7 +246,7 @@ def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
     assert baselines.rotated_in_pairs("v_proj.weight", rows, config) is rows
 
 
-def test_packed_weights_are_multiplied_where_transformers_could_not(bundled):
+def test_baselines_can_multiply_quantized_weights(bundled):
     packed = load_model(Load("bundled", "cpu", "float32", quantize="int8"), lambda stage: None)
     ids = torch.tensor([[3, 4, 5]])
     with baselines.as_written(bundled.model), baselines.as_written(packed.model):

@@ -27,7 +27,7 @@ CPU = ModelChoice(device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
+def test_rows_compare_prefill_with_one_forward(monkeypatch):
     read, one_shot = [], []
     plain_read, plain_shot = prefill._read, prefill._one_shot
     monkeypatch.setattr(prefill, "_read", lambda runner, ids: read.append(ids) or plain_read(runner, ids))
@@ -61,7 +61,7 @@ sys.stdout.write(" ".join(str(peak(taken)) for taken in (1, int(sys.argv[1]), 1)
 
 
 @pytest.mark.slow("a process imports torch and transformers")
-def test_the_peak_is_that_of_one_reading():
+def test_the_peak_covers_one_measurement_only():
     """In its own process, because memory that other tests left would be freed meanwhile."""
     if not timing.forget_peak():
         pytest.skip("the system does not let a process forget its peak")
@@ -73,7 +73,7 @@ def test_the_peak_is_that_of_one_reading():
     assert after < large - 0.9 * nbytes
 
 
-def test_the_peak_of_one_forward_is_without_the_pool_that_lies_beside_it(tiny_shape):
+def test_the_one_shot_peak_excludes_the_host_pool(tiny_shape):
     runner = ModelRunner(tiny_shape, build(parsed("full"), geometry_of(tiny_shape), traits_of(tiny_shape)))
     pool = runner.kv.state.host.nbytes
     assert pool > 0
@@ -82,7 +82,7 @@ def test_the_peak_of_one_forward_is_without_the_pool_that_lies_beside_it(tiny_sh
     assert prefill._without_pool(runner, None) is None
 
 
-def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
+def test_a_one_shot_that_does_not_fit_has_no_ratio(monkeypatch):
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: None)
     lines = []
     settings = Prefill(shape="tiny", lengths=(40,), rounds=1)
@@ -92,18 +92,18 @@ def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), HostMemoryError(2**40), MemoryError()])
-def test_a_one_shot_for_which_memory_ran_out_is_none(tiny_shape, monkeypatch, error):
+def test_a_one_shot_out_of_memory_returns_none(tiny_shape, monkeypatch, error):
     monkeypatch.setattr(prefill, "_measured", Mock(side_effect=error))
     assert prefill._one_shot(tiny_shape, [1, 2, 3]) is None
 
 
-def test_a_prompt_beyond_the_context_is_refused():
+def test_prompts_beyond_the_context_are_rejected():
     with pytest.raises(UsageError, match=r"4,000 tokens and a turn of 200 after them are 4,200.*reads 4,096"):
         prefill.run(Prefill(shape="tiny", lengths=(4000,), turn=200), CPU)
 
 
 @pytest.mark.cuda
-def test_a_gpu_reads_within_the_predicted_memory():
+def test_prefill_on_a_gpu_stays_within_the_predicted_memory():
     result = prefill.run(Prefill(shape="llama-3.2-1b", lengths=(4096, 30_000), rounds=1))
     for row in result["rows"]:
         assert row["peak_bytes"] <= row["predicted_peak_bytes"]
@@ -117,7 +117,7 @@ def test_a_gpu_reads_within_the_predicted_memory():
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
 
 
-def test_filling_leaves_no_slot_empty_and_no_layer_alike(tiny_shape, monkeypatch):
+def test_filled_slots_are_nonzero_and_layers_differ(tiny_shape, monkeypatch):
     monkeypatch.setattr(model_shapes, "FILL_TOKENS", 128)
     runner = filled(tiny_shape, build(SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)), 900)
     kv = runner.kv
@@ -158,13 +158,13 @@ def test_shapes_have_the_published_sizes(name, billions, token_bytes):
     [(ModelChoice("x/y"), "cannot be combined"), (ModelChoice(quantize="int8"), "cannot be quantized"),
      (ModelChoice(dtype="int8"), 'no dtype "int8"')],
 )  # fmt: skip
-def test_what_random_weights_cannot_be_is_refused(choice, message):
+def test_invalid_options_for_random_weights_are_rejected(choice, message):
     with pytest.raises(UsageError, match=message):
         model_shapes.choose("tiny", choice, lambda line: None)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), HostMemoryError(2**40), MemoryError()])
-def test_a_shape_for_which_memory_runs_out_does_not_fit(monkeypatch, error):
+def test_a_shape_does_not_fit_if_memory_runs_out(monkeypatch, error):
     monkeypatch.setattr(model_shapes, "wrap", Mock(side_effect=error))
     with pytest.raises(DoesNotFitError, match="tiny does not fit cpu"):
         model_shapes.build("tiny", "cpu")
@@ -173,7 +173,7 @@ def test_a_shape_for_which_memory_runs_out_does_not_fit(monkeypatch, error):
 # ---- Times of steps: what counts and what warms up
 
 
-def test_the_first_steps_do_not_count_and_the_median_of_the_others_does(monkeypatch):
+def test_step_times_are_medians_without_the_warm_up(monkeypatch):
     seconds = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: seconds[-1], process_time=lambda: seconds[-1] / 2)
     monkeypatch.setattr(timing, "time", clock)
@@ -183,21 +183,21 @@ def test_the_first_steps_do_not_count_and_the_median_of_the_others_does(monkeypa
     assert timed == timing.Timing(ms=2000, wall_ms=4000, processor_ms=2000)
 
 
-def test_warm_up_covers_every_kind_of_step_of_sync():
+def test_the_warm_up_covers_two_sync_intervals():
     assert timing.warm_up(torch.device("cuda")) >= 2 * parsed("sync", 256).m
 
 
 # ---- The peak of a process's memory, read from made-up files
 
 
-def test_the_peak_is_forgotten_and_read(tmp_path):
+def test_the_peak_is_reset_and_read(tmp_path):
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
     assert timing.forget_peak(tmp_path)
     assert (tmp_path / "clear_refs").read_text() == "5"
     assert timing.read_peak(tmp_path) == 2048 * 1024
 
 
-def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path):
+def test_an_unreadable_peak_is_none(tmp_path):
     assert not timing.forget_peak(tmp_path / "absent")
     assert timing.read_peak(tmp_path) is None
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\n")
@@ -218,13 +218,13 @@ def test_rates_are_bytes_over_the_best_time(monkeypatch):
     assert decode.gather(HERE, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
 
 
-def test_every_timed_run_but_the_first_counts():
+def test_the_first_timed_run_does_not_count():
     runs = []
     assert rates.seconds(lambda: runs.append(1), HERE) > 0
     assert len(runs) == 1 + rates.RUNS
 
 
-def test_the_cpu_takes_as_long_for_its_share_as_the_link_for_the_rest():
+def test_the_cpu_share_balances_the_cpu_and_the_link():
     nbytes, link, beside, layers = 4e9, 13e9, 30e9, 32
     share = rates.share_on_cpu(nbytes, link, beside, layers)
     assert share * nbytes / beside == pytest.approx((1 - share) * nbytes / link)
@@ -236,7 +236,7 @@ def test_the_cpu_takes_as_long_for_its_share_as_the_link_for_the_rest():
 
 
 @pytest.mark.cuda
-def test_roofline_of_a_gpu():
+def test_gpu_roofline_rates_are_plausible():
     assert decode.kernel_gather(torch.device("cuda"), torch.float32) == {}
     found = decode.measure(torch.device("cuda"), torch.bfloat16)
     assert found.read > found.to_device > 0
@@ -261,7 +261,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
+def test_busy_processes_end_when_the_measurement_fails():
     before = set(children(os.getpid()))
     started = set()
 
@@ -276,7 +276,7 @@ def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
     assert not any(map(is_alive, started))
 
 
-def test_they_end_by_themselves_when_the_measurement_was_killed():
+def test_busy_processes_end_when_the_measurement_is_killed():
     script = "from kvchat.bench.timing import keep_busy\nwith keep_busy(1): print(flush=True); input()"
     killed = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with killed:
@@ -293,12 +293,12 @@ def test_they_end_by_themselves_when_the_measurement_was_killed():
 @pytest.mark.parametrize(
     ("threads", "load", "share"), [(1, 0, 1.0), (2, 2, 0.5), (2, 0, 1.0), (1, 1, 1.0), (64, 2, 0.5), (1, 7, 0.25)]
 )
-def test_the_fair_share_of_two_processors(monkeypatch, threads, load, share):
+def test_the_fair_share_depends_on_threads_and_load(monkeypatch, threads, load, share):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert timing.fair_share(threads, load) == share
 
 
-def test_what_others_took(tmp_path, monkeypatch):
+def test_the_share_of_other_processes_is_computed(tmp_path, monkeypatch):
     stat = tmp_path / "stat"
     ticks = os.sysconf("SC_CLK_TCK")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
@@ -311,7 +311,7 @@ def test_what_others_took(tmp_path, monkeypatch):
     assert timing.share_of_others(before, before) == []
 
 
-def test_a_child_is_none_of_the_others_while_it_runs_and_when_it_has_ended():
+def test_child_processes_do_not_count_as_others():
     before = timing.sample_processors()
     if before is None:
         pytest.skip("the system does not tell")
@@ -325,6 +325,6 @@ def test_a_child_is_none_of_the_others_while_it_runs_and_when_it_has_ended():
     assert timing.sample_processors()[2] >= running - 0.05
 
 
-def test_without_processor_times_nothing_is_claimed_of_others(tmp_path):
+def test_missing_processor_times_give_no_share_of_others(tmp_path):
     assert timing.sample_processors(tmp_path / "none") is None
     assert timing.share_of_others(None, (1.0, 1.0, 1.0)) == []

@@ -17,7 +17,7 @@ STREAMING = "streaming:budget=64,sink=4"
 TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
 
 
-def test_what_full_finds_streaming_loses(tmp_path):
+def test_full_recalls_what_streaming_forgets(tmp_path):
     out = tmp_path / "recall.json"
     words = "--task passkey --task name --length 300 --depth 0.2 --cases 1 --mode streaming:sink=4 --budget 64"
     arguments = ["bench", "recall", *words.split(), "--out", str(out)]
@@ -32,7 +32,7 @@ def test_what_full_finds_streaming_loses(tmp_path):
     assert {row["depth"] for row in result["rows"] if row["task"] == "name"} == {0.0}
 
 
-def test_what_streaming_dropped_is_found_after_leaving_it():
+def test_facts_dropped_by_streaming_return_after_a_switch():
     result = recall.run(Recall((STREAMING,), tasks=("switches",), lengths=(300,), cases=1, inside=20))
     right = {(row["variant"], row["asked"]): row["right"] for row in result["summary"]}
     assert set(right) == {(told, asked) for told in ("full", STREAMING) for asked in ("full", STREAMING)}
@@ -42,7 +42,7 @@ def test_what_streaming_dropped_is_found_after_leaving_it():
     assert table.rows[1] == ("streaming, budget=64, sink=4", "1 of 1", "0 of 1", "1 of 2 (9 – 91 %)")
 
 
-def test_a_question_may_come_inside_an_answer_whose_steps_count():
+def test_a_question_can_come_inside_an_answer():
     result = recall.run(Recall((STREAMING,), ("passkey",), (300,), (0.2,), cases=1, inside=40))
     full, streaming = result["summary"]
     (prompt, _) = (row["prompt_tokens"] for row in result["rows"])
@@ -69,7 +69,7 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
         ({"keys": 1}, "1 keys are not possible"),
     ],
 )
-def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):
+def test_bad_input_is_rejected_before_loading(settings, message):
     with pytest.raises(UsageError, match=message):
         recall.run(Recall(("full",), **settings))
 
@@ -86,7 +86,7 @@ LENGTH = 600
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokenizer):
+def test_a_seed_determines_a_case_that_contains_its_answer(task, tokenizer):
     made = case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
     assert made == case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
     assert made != case(task, LENGTH, 0.5, 4, "0/2", tokenizer)
@@ -97,19 +97,19 @@ def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokeniz
     assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
 
 
-def test_a_text_may_be_longer_than_the_book(tokenizer):
+def test_texts_can_be_longer_than_the_book(tokenizer):
     assert len(tokenizer.encode(case("fact", 20_000, 1.0, 2, "0/1", tokenizer).turns[0].content)) > 20_000
 
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - set(WITHOUT_DEPTH)))
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_the_fact_stands_at_its_depth(task, depth, tokenizer):
+def test_the_fact_appears_at_its_depth(task, depth, tokenizer):
     made = case(task, LENGTH, depth, 4, "0/3", tokenizer)
     text = made.turns[0].content
     assert text.index(made.answer) / len(text) == pytest.approx(depth, abs=0.12)
 
 
-def test_several_keys_are_told_and_the_chain_has_its_order(tokenizer):
+def test_key_and_chain_texts_contain_their_statements(tokenizer):
     keys, chain = (case(task, LENGTH, 0.5, 4, "7", tokenizer) for task in ("keys", "chain"))
     assert keys.turns[0].content.count("The value of") == 4
     text = chain.turns[0].content
@@ -118,7 +118,7 @@ def test_several_keys_are_told_and_the_chain_has_its_order(tokenizer):
     assert text[text.rindex("Let ") + 4 :].split()[0] in chain.turns[-1].content
 
 
-def test_what_another_mode_is_asked_for_is_told_once_and_early(tokenizer):
+def test_switch_cases_state_the_passkey_once_and_early(tokenizer):
     for number in range(12):
         made = case("switches", 3000, 0.0, 4, f"0/{number}", tokenizer)
         told = [i for i, turn in enumerate(made.turns) if made.answer in turn.content]
@@ -134,7 +134,7 @@ def test_what_another_mode_is_asked_for_is_told_once_and_early(tokenizer):
 CPU = ModelChoice(device="cpu", dtype="float32")
 
 
-def test_rows_tell_what_drafts_saved():
+def test_rows_report_what_drafts_save():
     lines, settings = [], Draft(tasks=("quote", "story"), contexts=(300,), tokens=20, rounds=1)
     result = draft.run(settings, CPU, Frame(report=lines.append))
     assert [(row["context"], row["task"], row["temperature"], row["draft"]) for row in result["rows"]] == [
@@ -158,11 +158,11 @@ def test_rows_tell_what_drafts_saved():
     assert len(tables(result)[0].rows) == 12
 
 
-def test_without_a_book_the_task_is_all_that_is_asked():
+def test_a_context_of_zero_is_measured_without_a_book():
     asked = Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), contexts=(0, 64), tokens=8, rounds=1)
     assert [row["context"] for row in draft.run(asked, CPU)["rows"]] == [0, 64]
 
 
-def test_a_task_nobody_knows_is_refused_before_a_model_is_loaded():
+def test_unknown_tasks_are_rejected_before_loading():
     with pytest.raises(UsageError, match="sing"):
         draft.run(Draft(tasks=("sing",)), ModelChoice(model="there is none"))

@@ -34,14 +34,14 @@ def run(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
-def test_tables_of_several_results(write):
+def test_reports_combine_several_results(write):
     one, other = write("a.json"), write("b.json")
     text = run("report", one, other)
     assert text.stdout.count("| sync, m=7 | 0.5000 | 0.2500 | 75.0 % | 50 – 90 |") == 2
     assert "x, 1 thread; torch x, transformers x." in text.stdout
 
 
-def test_environments_are_not_mixed(write):
+def test_results_of_different_environments_are_rejected(write):
     other = write("b.json", environment=RESULT["environment"] | {"gpu": "H200"})
     with pytest.raises(UsageError, match=r"a\.json and .*b\.json cannot be in one report.*environment\."):
         report.read([write("a.json"), other])
@@ -53,7 +53,7 @@ def test_environments_are_not_mixed(write):
      ({"experiment": "gone"}, 'no table of "gone"'), ({"model": {}}, "cannot be read"),
      ({"summary": None}, "not complete")],
 )  # fmt: skip
-def test_a_damaged_result_is_refused(write, changes, message):
+def test_damaged_results_are_rejected(write, changes, message):
     ran = run("report", write("a.json", **changes))
     assert isinstance(ran.exception, UsageError)
     assert message in str(ran.exception)
@@ -62,7 +62,7 @@ def test_a_damaged_result_is_refused(write, changes, message):
 # ---- Tables in Markdown: nothing in a cell breaks out of it
 
 
-def test_the_markdown_of_a_table():
+def test_tables_are_rendered_as_markdown():
     columns = (Column("mode", variant), Column("share", share("share", 1)), Column("95 %", interval("interval")))
     rows = [
         {"variant": "sync:budget=512,m=5", "share": 0.5, "interval": (0.25, 0.75)},
@@ -76,15 +76,15 @@ def test_the_markdown_of_a_table():
 
 
 @pytest.mark.parametrize(("text", "escaped"), [("a|b", "a\\|b"), ("a\nb", "a b"), ("\x1b[2J", "␛[2J")])
-def test_a_cell_stays_a_cell(text, escaped):
+def test_cell_text_is_escaped(text, escaped):
     assert f"| {escaped} |" in Table("t", ("h",), ((text,),)).markdown()
 
 
-def test_a_missing_figure_is_not_zero():
+def test_missing_figures_are_not_shown_as_zero():
     assert (figure("x", 2)({}), share("x")({"x": None}), interval("x")({})) == ("n/a", "n/a", "n/a")
 
 
-def test_a_column_of_which_nothing_was_measured_is_left_out():
+def test_unmeasured_columns_are_left_out():
     columns = (Column("mode", variant), Column("a", figure("a")), Column("b", figure("b")), Column("c", figure("c")))
     table = tabulated("t", columns, [{"variant": "full", "c": 3}, {"variant": "x", "refused": "No."}])
     assert (table.heads, table.rows) == (("mode", "a", "c"), (("full", "n/a", "3"), ("x", "No.", "")))

@@ -20,7 +20,7 @@ def test_the_shipped_books_are_cut_into_different_passages(tokenizer, size):
     assert all(f"| {path.name} |" in named for path in books)
 
 
-def test_lines_are_joined_paragraphs_stay_and_asterisks_go(tokenizer, tmp_path):
+def test_passages_join_lines_and_keep_paragraphs(tokenizer, tmp_path):
     words = "a ship went\nover the sea " * 40
     text = tmp_path / "text.txt"
     text.write_text(f"{words}\n\n{words}\n* * *\nshort\n* * *\n{words}", "utf-8")
@@ -32,7 +32,7 @@ def test_lines_are_joined_paragraphs_stay_and_asterisks_go(tokenizer, tmp_path):
     assert {passage.ids[0] for passage in found} == {tokenizer.bos_token_id}
 
 
-def test_what_cannot_be_cut_is_refused(tokenizer, tmp_path):
+def test_short_and_binary_texts_are_rejected(tokenizer, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("Too short.", "utf-8")
     with pytest.raises(UsageError, match="too short to measure on"):
@@ -44,7 +44,7 @@ def test_what_cannot_be_cut_is_refused(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("content", "message"), [(b" \n", "is empty"), (b"\xff\xff", "is not UTF-8")])
 @pytest.mark.parametrize("command", [["agreement"], ["coverage"], ["paper", "freekv"]])
-def test_a_file_without_text_is_refused_before_a_model_is_loaded(command, content, message, tmp_path):
+def test_files_without_text_are_rejected_before_loading(command, content, message, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(content)
     ran = CliRunner().invoke(app, ["bench", *command, "--text", str(text), "--model", "none"])
@@ -59,15 +59,15 @@ def test_a_file_without_text_is_refused_before_a_model_is_loaded(command, conten
     ("right", "cases", "low", "high"),
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (8, 10, 0.4902, 0.9433), (1, 1, 0.2065, 1.0), (40, 40, 0.9124, 1.0)],
 )
-def test_wilson_intervals_are_those_of_the_tables(right, cases, low, high):
+def test_wilson_intervals_match_known_values(right, cases, low, high):
     assert wilson(right, cases) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_nothing_has_neither_mean_nor_interval():
+def test_empty_samples_have_no_statistics():
     assert (mean([]), wilson(0, 0), quantile([], 0.5)) == (None, None, None)
 
 
-def test_a_quantile_that_the_count_does_not_carry_is_missing():
+def test_quantiles_need_enough_values():
     values = [float(i) for i in range(1, 1001)]
     assert quantile(values, 0.5) == 500
     assert quantile(values, 0.99) == 990

@@ -16,7 +16,7 @@ def walk(tiny_shape):
     return Walk(tiny_shape)
 
 
-def test_a_stored_prompt_is_read_once_and_gives_the_same_logits(walk, monkeypatch):
+def test_a_stored_prompt_is_prefilled_only_once(walk, monkeypatch):
     read, prefill = [], walk.runner.prefill
     monkeypatch.setattr(walk.runner, "prefill", lambda ids: read.append(len(ids)) or prefill(ids))
     first = walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"))
@@ -29,7 +29,7 @@ def test_a_stored_prompt_is_read_once_and_gives_the_same_logits(walk, monkeypatc
     assert torch.allclose(walk.step(PROMPT[-1]), first, atol=1e-4)
 
 
-def test_full_reads_and_covers_everything_and_streaming_its_window(walk):
+def test_full_covers_everything_and_streaming_its_window(walk):
     walk.begin(PROMPT, FULL)
     walk.step(9)
     assert walk.tokens_read() == walk.runner.kv.total == len(PROMPT) + 1
@@ -41,7 +41,7 @@ def test_full_reads_and_covers_everything_and_streaming_its_window(walk):
     assert float(walk.covered().max()) < 0.6
 
 
-def test_sync_is_calibrated_on_the_prompt_or_refused(walk):
+def test_sync_needs_a_prompt_long_enough_to_calibrate(walk):
     walk.begin(PROMPT, parsed("sync:budget=132"))
     walk.step(9)
     assert walk.tokens_read() < walk.runner.kv.total
@@ -49,7 +49,7 @@ def test_sync_is_calibrated_on_the_prompt_or_refused(walk):
         Walk(walk.model).begin(PROMPT[:100], parsed("sync:budget=132"))
 
 
-def test_a_text_beyond_the_context_is_refused(walk):
+def test_texts_beyond_the_context_are_rejected(walk):
     with pytest.raises(DoesNotFitError, match=r"4,400 tokens are needed; .* reads 4,096"):
         walk.begin(PROMPT, FULL, 4000)
     walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"), 4000)

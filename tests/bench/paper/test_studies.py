@@ -59,7 +59,7 @@ def measured(result, part):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_tables_of_every_part(results, name):
+def test_every_part_has_a_table_with_published_figures(results, name):
     result = results[name]
     assert not [row for row in result["rows"] if "refused" in row]
     assert json.loads(json.dumps(result)) == result
@@ -68,7 +68,7 @@ def test_tables_of_every_part(results, name):
     assert any("published" in head for table in made for head in table.heads)
 
 
-def test_the_papers_freezing_keeps_less_active_than_full(results):
+def test_paper_freeze_keeps_fewer_tokens_active_than_full(results):
     rows = measured(results["asr-kf-egr"], "table-1")
     full, paper = rows["full"], rows["freeze:profile=paper,K=32,k=2"]
     assert (full["total tokens"], full["active at the end"], full["compression"]) == (74, 74, 0)
@@ -77,14 +77,14 @@ def test_the_papers_freezing_keeps_less_active_than_full(results):
     assert published["freeze:profile=paper,K=32,k=2"]["active at the end"] == 170
 
 
-def test_a_prompt_is_timed_where_it_was_read_before(results):
+def test_prefill_times_appear_next_to_published_ones(results):
     rows = measured(results["synckv"], "table-3")
     assert all(row["prefill, s"] > 0 for row in rows.values())
     published = [row["published"]["prefill, s"] for row in results["synckv"]["summary"] if row["part"] == "table-3"]
     assert published == [2.45, 2.19, 2.43, 2.63, 2.45, 2.52, 2.51]
 
 
-def test_more_heads_are_corrected_the_higher_tau_is(results):
+def test_a_higher_tau_corrects_more_heads(results):
     shares = [row["head-steps corrected"] for row in measured(results["freekv"], "corrections").values()]
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1
@@ -93,14 +93,14 @@ def test_more_heads_are_corrected_the_higher_tau_is(results):
     assert similar["heads above 0.9"] <= similar["heads above 0.84"]
 
 
-def test_overlaps_and_needles_found_are_shares(results):
+def test_overlaps_and_needle_scores_are_fractions(results):
     assert all(0 < row["overlap"] <= 1 for row in measured(results["synckv"], "figure-2a").values())
     needles = measured(results["synckv"], "figure-4")
     assert needles["full"] == {"score": 1, "lowest cell": 1}
     assert {row["score"] for row in needles.values()} <= {0, 0.5, 1}
 
 
-def test_the_papers_explanation_has_the_published_length_and_the_texts_are_compared(results):
+def test_explanations_have_the_published_length_and_are_compared(results):
     assert asr_kf_egr.EXPLANATION_TOKENS == 269
     rows = measured(results["asr-kf-egr"], "table-3")
     assert {row["total tokens"] for row in rows.values()} == {EXPLANATION_TOKENS}
@@ -109,7 +109,7 @@ def test_the_papers_explanation_has_the_published_length_and_the_texts_are_compa
 
 
 @pytest.mark.slow("each mode answers, decodes and is timed: all of them in the long form")
-def test_all_modes_stand_in_one_table_beside_full_and_speculative(bundled, monkeypatch):
+def test_one_table_compares_all_modes_with_full_and_speculative(bundled, monkeypatch):
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
     monkeypatch.setattr(comparison, "DEPTHS", (0.5,))
     monkeypatch.setattr(comparison, "ROUNDS", 1)
@@ -136,7 +136,7 @@ def test_all_modes_stand_in_one_table_beside_full_and_speculative(bundled, monke
     assert len(every) == len(registered()) + 1, "and speculative as published"
 
 
-def test_within_the_cap_every_way_reads_everything(results):
+def test_perplexities_match_within_the_cap_and_differ_beyond_it(results):
     short, long = (measured(results["lazy-pruning"], part) for part in ("table-2", "table-1"))
     perplexities = [row["PPL"] for row in short.values()]
     assert perplexities == pytest.approx([perplexities[0]] * 3, rel=1e-4)
@@ -144,7 +144,7 @@ def test_within_the_cap_every_way_reads_everything(results):
     assert short["StreamingLLM"]["speedup"] > 0
 
 
-def test_a_short_warm_up_of_every_way_comes_before_the_trials(bundled, monkeypatch):
+def test_every_variant_warms_up_before_the_trials(bundled, monkeypatch):
     study, settings = chosen("lazy-pruning", ["cap=40", "long=48", "trials=2"])
     read, figures = [], dict.fromkeys(("ttft", "seconds", "kv", "tpot", "perplexity", "peak"), 1.0)
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
@@ -169,7 +169,7 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(bundled, monkeypat
         (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_measured(arguments, message):
+def test_bad_input_is_rejected_before_measuring(arguments, message):
     ran = CliRunner().invoke(app, ["bench", "paper", *arguments])
     assert isinstance(ran.exception, UsageError | DoesNotFitError)
     assert message in str(ran.exception)
@@ -191,7 +191,7 @@ def attended(walk, parameters):
     return torch.cat(found, -1)
 
 
-def test_what_is_not_replaced_is_speculative_mode(tiny_shape):
+def test_an_ablation_without_changes_equals_speculative_mode(tiny_shape):
     walk = Walk(tiny_shape)
     budget = {"budget": 192, "tau": 0.8}
     plain = attended(walk, parsed("speculative:budget=192,tau=0.8"))
@@ -199,7 +199,7 @@ def test_what_is_not_replaced_is_speculative_mode(tiny_shape):
     assert not torch.equal(attended(walk, AblatedParameters(**budget, source="layer below")), plain)
 
 
-def test_the_layer_below_is_asked_at_the_same_step(tiny_shape, monkeypatch):
+def test_queries_come_from_the_layer_below_at_the_same_step(tiny_shape, monkeypatch):
     """Every layer but the first retrieves with the query of the layer below."""
     from kvchat.kv.modes.freekv import FreeKV
 
