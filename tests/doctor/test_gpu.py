@@ -22,7 +22,7 @@ def changed(**readings: object) -> GpuInfo:
     return GpuInfo(**{**vars(RTX), **readings})
 
 
-def test_a_gpu_with_its_link_now_and_at_best():
+def test_the_gpu_check_shows_memory_and_pcie_link():
     shown = (
         "NVIDIA GeForce RTX 4090, 23.0 GiB of 24.0 GiB free, compute capability 8.9, PCIe gen 1 x16, at best gen 4 x16"
     )
@@ -39,7 +39,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, missing: tuple[str, .
     return list(machine.gpu_checks("auto", torch_like(), has_triton=True))
 
 
-def test_every_gpu_has_its_line(monkeypatch):
+def test_every_gpu_has_a_check(monkeypatch):
     checks = found(monkeypatch, FakeGpu(), FakeGpu("H100", link_max=(5, 16), link=(5, 8)))
     assert [check.name for check in checks] == ["driver", "GPU", "GPU", "device", "pinning", "decode steps"]
     assert checks[0].found == "570.1, 2 GPUs"
@@ -49,14 +49,14 @@ def test_every_gpu_has_its_line(monkeypatch):
 @pytest.mark.parametrize(
     "missing", ["Name", "MemoryInfo", "CudaComputeCapability", "PciInfo", "CurrPcieLinkWidth", "MaxPcieLinkGeneration"]
 )
-def test_a_missing_reading_is_not_the_end(monkeypatch, missing):
+def test_missing_nvml_readings_are_no_problem(monkeypatch, missing):
     checks = found(monkeypatch, FakeGpu(), missing=(f"nvmlDeviceGet{missing}",))
     assert all(check.state != "problem" for check in checks)
     assert ("n/a" in checks[1].found) == (missing != "PciInfo")
 
 
 @pytest.mark.parametrize("missing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
-def test_without_nvml_the_gpu_that_torch_sees_is_used(monkeypatch, missing):
+def test_torch_finds_the_gpu_without_nvml(monkeypatch, missing):
     checks = {check.name: check for check in found(monkeypatch, FakeGpu(), missing=(missing,))}
     assert "GPU" not in checks
     assert not lacks(checks["device"].found, "auto", "cuda")
@@ -73,13 +73,13 @@ def test_without_nvml_the_gpu_that_torch_sees_is_used(monkeypatch, missing):
         ("570.1", torch_like(), "ok", "570.1, 1 GPU"),
     ],
 )
-def test_the_driver_and_whether_torch_uses_it(version, torch, state, words):
+def test_a_driver_that_torch_cannot_use_is_a_warning(version, torch, state, words):
     check = machine.driver(version, 1, torch)
     assert (check.state, words in check.found) == (state, True)
     assert bool(check.advice) == (state == "warning")
 
 
-def test_a_device_that_is_set_and_not_there_is_a_problem():
+def test_a_missing_device_is_a_problem():
     assert machine.chosen_device("cuda", torch_like(there=False)).state == "problem"
     missing = machine.chosen_device("cuda:1", torch_like())
     assert (missing.state, "cuda:1" in missing.found) == ("problem", True)
@@ -91,7 +91,7 @@ def test_a_device_that_is_set_and_not_there_is_a_problem():
     assert not lacks(machine.chosen_device("auto", None).found, "auto", "cpu")
 
 
-def test_pinning_is_tried_and_given_back(monkeypatch):
+def test_pinning_is_tried_and_released(monkeypatch):
     monkeypatch.setattr(machine, "TRIAL_BYTES", 2**20)
     pins = Pins()
     check = machine.pinning(torch_like(), True, pins)
@@ -115,14 +115,14 @@ def test_pinning_is_tried_and_given_back(monkeypatch):
         (True, True, False, "no CUDA graph"),
     ],
 )
-def test_the_way_a_step_takes(cuda, triton, pinned, words):
+def test_the_decode_step_check_names_the_path(cuda, triton, pinned, words):
     check = machine.decode_steps(cuda, triton, pinned)
     assert words in check.found
     assert (check.state == "ok") == ("Triton" in check.found or not cuda)
 
 
 @pytest.mark.cuda
-def test_a_real_gpu():
+def test_a_real_gpu_passes_its_checks():
     import torch
 
     found = {check.name: check for check in machine.gpu_checks("auto", torch, has_triton=True)}
@@ -143,7 +143,7 @@ def given(command: str, option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def test_without_a_gpu_k_v_lie_in_a_quarter_of_the_free_memory():
+def test_cpu_servers_get_a_quarter_of_free_memory():
     found = commands([], 16 * GIB)
     assert found["vLLM"].startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve")
     assert given(found["llama-server"], "--cache-ram") == "4096"
@@ -151,7 +151,7 @@ def test_without_a_gpu_k_v_lie_in_a_quarter_of_the_free_memory():
 
 
 @pytest.mark.parametrize("gpu", [ADA, AMPERE])
-def test_only_gpus_that_calculate_in_8_bits_are_offered_them(gpu):
+def test_only_gpus_with_fp8_get_an_8_bit_kv_cache(gpu):
     found = commands([gpu], 64 * GIB)
     assert ("--kv-cache-dtype" in found["vLLM"]) is ("--kv-cache-dtype" in found["SGLang"]) is (gpu is ADA)
     assert given(found["vLLM"], "--kv-offloading-size") == "16"
@@ -159,7 +159,7 @@ def test_only_gpus_that_calculate_in_8_bits_are_offered_them(gpu):
     assert not any(set(command) & set(";()") for command in found.values()), "a shell takes them for its own"
 
 
-def test_several_gpus_share_a_model_and_sglangs_host_memory_has_to_be_larger_than_theirs():
+def test_several_gpus_split_a_model_and_limit_host_caches():
     found = commands([ADA, ADA], 120 * GIB)
     assert given(found["vLLM"], "--tensor-parallel-size") == given(found["SGLang"], "--tensor-parallel-size") == "2"
     assert given(found["SGLang"], "--hicache-ratio") == "1.2"

@@ -22,7 +22,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize(("cpus", "warns"), [({1, 9}, False), ({8, 9}, False), ({0, 7}, True)])
-def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cpus, warns):
+def test_a_process_bound_away_from_its_gpu_is_a_warning(tmp_path, monkeypatch, cpus, warns):
     files = {"devices/system/node/node1/cpulist": "8-15,24\n", "bus/pci/devices/0000:65:00.0/numa_node": "1\n"}
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: cpus)
     check = numa(BUS, tree(tmp_path, files))
@@ -32,7 +32,7 @@ def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cpus
 
 
 @pytest.mark.parametrize("told", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
-def test_numa_where_there_is_none_or_it_does_not_tell(tmp_path, told):
+def test_unknown_numa_nodes_are_ok(tmp_path, told):
     assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at an unknown node")
 
 
@@ -41,7 +41,7 @@ def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
     return proc, tree(root / "cg", {"memory.max": str(limit), "memory.current": str(used)})
 
 
-def test_memory_and_the_containers_limit(tmp_path):
+def test_memory_checks_respect_the_container_limit(tmp_path):
     roomy, tight = limited(tmp_path / "a", 16 * GiB, 5 * GiB), limited(tmp_path / "b", 4 * GiB, 3 * GiB)
     assert container(*roomy) == Check("container", "ok", "5.0 GiB of 16.0 GiB used")
     assert host_memory(*roomy) == Check("RAM", "ok", "8.0 GiB free")
@@ -61,7 +61,7 @@ def test_memory_and_the_containers_limit(tmp_path):
         ({}, None, "ok"),
     ],
 )
-def test_more_threads_than_the_container_gives_processors(tmp_path, monkeypatch, files, threads, state):
+def test_more_threads_than_processors_are_a_warning(tmp_path, monkeypatch, files, threads, state):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)))
     check = processors(threads, tree(tmp_path, files))
     assert check.state == state
@@ -69,19 +69,19 @@ def test_more_threads_than_the_container_gives_processors(tmp_path, monkeypatch,
     assert ("n/a" in check.found) == (threads is None)
 
 
-def test_wsl_is_known_by_its_kernel(tmp_path):
+def test_wsl_is_recognized_by_its_kernel(tmp_path):
     windows = tree(tmp_path, {"sys/kernel/osrelease": "5.15.153.1-microsoft-standard-WSL2\n"})
     assert wsl(windows).state == "warning"
     assert wsl(tree(tmp_path / "x", {"sys/kernel/osrelease": "6.1.0\n"})) == Check("WSL", "ok", "no")
     assert wsl(tmp_path / "y") == Check("WSL", "ok", "no")
 
 
-def test_a_check_that_fails_is_a_reading_that_is_missing():
+def test_a_crashing_check_becomes_a_warning():
     check = guarded("NUMA", lambda: 1 // 0)
     assert (check.name, check.state, "ZeroDivisionError" in check.advice) == ("NUMA", "warning", True)
 
 
-def test_this_machine_has_an_answer_to_everything():
+def test_no_check_crashes_on_this_machine():
     assert not [check for check in machine.checks(4) if check.found == "n/a" and check.advice]
 
 
@@ -96,7 +96,7 @@ def test_this_machine_has_an_answer_to_everything():
         ({"TERM": "screen"}, (80, 24), "ok", "approximated"),
     ],
 )
-def test_the_terminal(monkeypatch, environ, size, state, words):
+def test_small_and_dumb_terminals_are_a_warning(monkeypatch, environ, size, state, words):
     monkeypatch.setattr(machine.os, "environ", environ)
     monkeypatch.setattr(machine.sys, "stdout", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(machine.shutil, "get_terminal_size", lambda: size)
@@ -104,6 +104,6 @@ def test_the_terminal(monkeypatch, environ, size, state, words):
     assert (check.state, words in check.found) == (state, True)
 
 
-def test_without_a_terminal(monkeypatch):
+def test_a_missing_terminal_is_reported(monkeypatch):
     monkeypatch.setattr(machine.sys, "stdout", SimpleNamespace(isatty=lambda: False))
     assert terminal().found.startswith("none")

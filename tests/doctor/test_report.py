@@ -26,7 +26,7 @@ def found(monkeypatch):
     return found
 
 
-def test_a_line_a_check_with_what_to_do(found, capsys):
+def test_each_check_has_a_line_with_advice(found, capsys):
     found += [Check("torch", "ok", "2.9"), Check("pinning", "warning", "refused", "ulimit -l unlimited")]
     assert report.doctor(as_json=False) == 0
     out = capsys.readouterr().out
@@ -39,7 +39,7 @@ def test_a_line_a_check_with_what_to_do(found, capsys):
     assert "Problems to fix: 1" in capsys.readouterr().out
 
 
-def test_names_of_drivers_and_gpus_are_harmless(found, capsys):
+def test_control_characters_in_checks_are_escaped(found, capsys):
     found += [Check("GPU", "warning", hostile("name"), hostile("advice"))]
     report.doctor(as_json=False)
     report.doctor(as_json=True)
@@ -49,7 +49,7 @@ def test_names_of_drivers_and_gpus_are_harmless(found, capsys):
     assert "«advice»" in out
 
 
-def test_as_json(found, capsys):
+def test_json_output_lists_the_checks(found, capsys):
     found += [Check("device", "problem", "no GPU", "…")]
     assert report.doctor(as_json=True) == 1
     assert json.loads(capsys.readouterr().out) == {
@@ -58,7 +58,7 @@ def test_as_json(found, capsys):
     }
 
 
-def test_this_machine(capsys):
+def test_this_machine_can_run_kvchat(capsys):
     """tests/cli/test_main_environment.py runs it as a command."""
     code = report.doctor(as_json=True)
     told = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_this_machine(capsys):
         assert name in names
 
 
-def test_a_gpu_goes_through_all_checks(monkeypatch):
+def test_a_machine_with_gpus_passes_every_check(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(), FakeGpu(bus_id="00000000:66:00.0")))
     monkeypatch.setattr(available, "host_free", lambda: 0)  # nothing is pinned here
     modules = {"torch": torch_like(), "transformers": SimpleNamespace(__version__="5.20")}
@@ -81,7 +81,7 @@ def test_a_gpu_goes_through_all_checks(monkeypatch):
     assert "8 threads" in found[names.index("processors")].found
 
 
-def test_without_any_library_there_is_a_report(monkeypatch):
+def test_the_report_works_without_libraries(monkeypatch):
     monkeypatch.setattr(installation, "import_module", importing())
     found = {check.name: check for check in report.checks()}
     assert "n/a threads" in found["processors"].found
@@ -116,7 +116,7 @@ def library(installed):
     return check
 
 
-def test_versions_inside_and_outside_the_pins(library):
+def test_versions_outside_the_pins_are_a_warning(library):
     assert library("torch", torch_like()) == Check("torch", "ok", "2.9.1+cu128, CUDA 12.8")
     assert library("torch", torch_like(cuda=None, version="2.13.0+cpu")).found == "2.13.0+cpu, without CUDA"
     for version in ("2.14.0", "2.8.0+cu126"):
@@ -125,14 +125,14 @@ def test_versions_inside_and_outside_the_pins(library):
     assert library("transformers", SimpleNamespace(__version__="5.30.1")).state == "warning"
 
 
-def test_a_library_that_is_missing_or_broken_keeps_kvchat_from_running(library):
+def test_missing_or_broken_libraries_are_a_problem(library):
     assert installation.library("torch").state == "problem"
     broken = library("torch", OSError("libcudart.so.12: cannot open shared object file\nmore"))
     assert broken.found.endswith("OSError: libcudart.so.12: cannot open shared object file")
     assert library("transformers", RuntimeError()).state == "problem"
 
 
-def test_triton_needs_a_compiler_where_it_is_used(monkeypatch, installed):
+def test_triton_without_a_compiler_is_a_warning(monkeypatch, installed):
     monkeypatch.delenv("CC", raising=False)
     compilers: list[str] = []
     monkeypatch.setattr(installation.shutil, "which", lambda name: name if name in compilers else None)
@@ -146,7 +146,7 @@ def test_triton_needs_a_compiler_where_it_is_used(monkeypatch, installed):
     assert installation.triton(True).state == "ok"
 
 
-def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one(installed):
+def test_missing_triton_is_a_warning_only_with_a_gpu(installed):
     def found(device, there):
         installed(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
         return {check.name: check for check in installation.library_checks(device)}["Triton"]
@@ -155,7 +155,7 @@ def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one(installed
     assert found("auto", False).state == found("cpu", True).state == "ok"
 
 
-def test_a_numba_that_refuses_costs_time_only(installed):
+def test_a_broken_numba_is_only_a_warning(installed):
     installed(numba=SimpleNamespace(__version__="0.68.1"))
     assert installation.numba() == Check("numba", "ok", "0.68.1")
     installed(numba=ImportError("Numba needs NumPy 2.5 or less."))
@@ -163,7 +163,7 @@ def test_a_numba_that_refuses_costs_time_only(installed):
     assert (check.state, check.found) == ("warning", "cannot be imported: Numba needs NumPy 2.5 or less.")
 
 
-def test_nothing_at_all_is_reported_too(installed):
+def test_missing_libraries_are_all_reported(installed):
     found = {check.name: check for check in installation.library_checks("auto")}
     assert [name for name, check in found.items() if check.state == "problem"] == ["torch", "transformers"]
     assert found["bitsandbytes"].found.startswith("not installed")
@@ -172,7 +172,7 @@ def test_nothing_at_all_is_reported_too(installed):
 # ---- kvchat's own files: settings, the bundled model and the data folder, good and broken
 
 
-def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
+def test_invalid_settings_are_a_problem_but_a_missing_file_is_ok():
     check, device = installation.settings()
     assert (check.state, device) == ("ok", "auto")
     assert check.found.startswith(str(paths.config_file()))
@@ -184,14 +184,14 @@ def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
     assert (check.state, "devise" in check.advice) == ("problem", True)
 
 
-def test_a_variable_without_effect_is_looked_at(monkeypatch):
+def test_misspelled_environment_variables_are_a_warning(monkeypatch):
     assert installation.environment().state == "ok"
     monkeypatch.setenv("KVCHAT_DATADIR", "/data")
     check = installation.environment()
     assert (check.state, "KVCHAT_DATADIR" in check.found, "KVCHAT_DATA_DIR" in check.advice) == ("warning", True, True)
 
 
-def test_the_bundled_model_is_opened(tmp_path, monkeypatch):
+def test_an_unreadable_bundled_model_is_a_problem(tmp_path, monkeypatch):
     assert installation.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
     monkeypatch.setattr(paths, "bundled_model_dir", lambda: tmp_path)
     assert installation.bundled_model().state == "problem"
@@ -201,7 +201,7 @@ def test_the_bundled_model_is_opened(tmp_path, monkeypatch):
         assert installation.bundled_model().state == "problem"
 
 
-def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_full_disks_and_unwritable_folders_get_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "data_dir", lambda: tmp_path / "not" / "yet")
     assert installation.data_folder().state == "ok"
     with monkeypatch.context() as full:
@@ -211,5 +211,5 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert "KVCHAT_DATA_DIR" in installation.data_folder().advice
 
 
-def test_the_package_is_found_where_it_lies():
+def test_the_package_path_is_its_folder():
     assert Path(installation.__file__).parents[1] == paths.PACKAGE
