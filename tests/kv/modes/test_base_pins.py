@@ -25,7 +25,7 @@ def run_of(row: str, on_a_gpu: bool = False) -> Run:
 
 
 @pytest.mark.parametrize("row", MET)
-def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
+def test_pinned_tokens_are_read_with_the_modes_own_set(row):
     run = run_of(row).begun(150, 3)
     run.pin(FIRST + SECOND)
     run.step(10)
@@ -44,14 +44,14 @@ def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
 
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync", "sync-resident", "freeze-budget", "full-resident"])
-def test_on_a_gpus_path_too(row):
+def test_pinned_tokens_are_read_on_the_gpu_path(row):
     run = run_of(row, on_a_gpu=True).begun(150)
     run.pin(FIRST + SECOND)
     run.step(20)
     run.check()
 
 
-def test_they_stay_through_every_switch_and_a_checkpoint():
+def test_pins_survive_switches_and_a_checkpoint():
     run = run_of("full").begun(170)
     run.pin(SECOND)
     for row in MET:
@@ -68,7 +68,7 @@ def test_they_stay_through_every_switch_and_a_checkpoint():
     run.check()
 
 
-def test_nothing_is_made_for_what_is_read_anyway():
+def test_pins_that_are_read_anyway_take_no_slots():
     for row, positions in (("full", SECOND), ("streaming", [0, 3])):
         run = run_of(row).begun(150)
         before = run.kv.state.slots
@@ -77,7 +77,7 @@ def test_nothing_is_made_for_what_is_read_anyway():
         assert not run.kv.mode.pins
 
 
-def test_without_room_for_their_slots_what_was_pinned_stays(monkeypatch):
+def test_pins_stay_if_new_pins_do_not_fit(monkeypatch):
     run = run_of("streaming").begun(150)
     run.pin(FIRST)
 
@@ -113,7 +113,7 @@ def assert_pinned_is_read(run: Run) -> None:
 
 
 @pytest.mark.parametrize("row", MET)
-def test_pinned_tokens_are_read_at_every_step(row):
+def test_a_pinned_system_prompt_is_read_at_every_step(row):
     run = pinned_run(row)
     run.prefill(150)
     for _ in range(15):
@@ -126,7 +126,7 @@ def test_pinned_tokens_are_read_at_every_step(row):
     run.check()
 
 
-def test_they_stay_through_every_switch_and_are_marked():
+def test_a_pinned_system_prompt_survives_switches_and_is_marked():
     run = pinned_run("streaming")
     run.prefill(200)
     for row, (mode, params) in ROWS.items():
@@ -144,7 +144,7 @@ def test_they_stay_through_every_switch_and_are_marked():
 
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync", "freeze-budget"])
-def test_what_is_pinned_does_not_count_against_the_budget(row):
+def test_a_pinned_system_prompt_does_not_use_the_budget(row):
     run, mode = pinned_run(row), ROWS[row][0]
     other = Run(run.toy, mode, **ROWS[row][1])
     for each in (run, other):

@@ -16,7 +16,7 @@ ASKING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries of a prompt's 
 
 
 @pytest.mark.parametrize("row", COMPARED)
-def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
+def test_read_sets_match_the_reference_over_a_long_answer(row):
     run = Run.of_row(row, toy(("softcap", "window", "sinks"), kv_heads=2, group=3, page=8, seed=5))
     run.prefill(90, chunk=37)
     run.step(95)
@@ -30,7 +30,7 @@ def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
     run.check()
 
 
-def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
+def test_the_window_of_non_retrieval_heads_grows_with_the_prompt():
     run = Run.of_row("razor", toy(("plain", "plain"), page=8)).begun(400, 10)
     run.check()
     assert run.kv.mode.report().stats["recent"] == 80
@@ -40,7 +40,7 @@ DROPPING = ("quest", "quest-behind-whole-layers", "arkvale", "shadowkv", "raas",
 
 
 @pytest.mark.parametrize("row", DROPPING)
-def test_a_step_that_drops_something_is_not_exact(row):
+def test_steps_that_drop_tokens_are_not_exact(row):
     run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1)).begun(20)
     for _ in range(90):
         run.step()
@@ -48,13 +48,13 @@ def test_a_step_that_drops_something_is_not_exact(row):
 
 
 @pytest.mark.parametrize(("mode", "is_given"), [("arkvale", False), ("streaming", True)])
-def test_whoever_gives_too_small_a_budget_is_told_of_no_parameter_that_the_mode_lacks(mode, is_given):
+def test_budget_errors_name_only_parameters_of_the_mode(mode, is_given):
     with pytest.raises(UsageError, match="budget = 64") as refused:
         Run(toy(("plain", "plain")), mode, budget=64, **({"sink": 100} if is_given else {}))
     assert ("sink or window" in str(refused.value)) == is_given
 
 
-def test_the_layers_reported_as_read_whole_are_those_the_model_has():
+def test_reported_whole_layers_are_limited_to_the_model():
     run = Run(toy(("plain", "plain", "plain"), page=8), "quest", budget=64, whole_layers=9)
     assert run.kv.mode.report().params["whole_layers"] == 2
 
@@ -62,7 +62,7 @@ def test_the_layers_reported_as_read_whole_are_those_the_model_has():
 # ---- the queries of a prompt's end
 
 
-def test_a_short_prompt_chooses_by_what_it_has_and_none_by_the_last_token():
+def test_short_prompts_select_by_the_queries_they_have():
     run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64)
     run.store_only(120)
     assert run.kv.mode.report().stats == {"observed": 1, "dropped": 56}
@@ -73,7 +73,7 @@ def test_a_short_prompt_chooses_by_what_it_has_and_none_by_the_last_token():
     run.check()
 
 
-def test_queries_are_put_back_with_what_is_stored_and_stay_where_a_prompt_fails_between_two_layers():
+def test_prompt_queries_survive_checkpoints_and_failed_prompts():
     run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64).begun(120)
     kv = run.kv
     span, rows = kv.state.prompt.span, kv.state.prompt.rows.clone()
@@ -96,7 +96,7 @@ def test_queries_are_put_back_with_what_is_stored_and_stay_where_a_prompt_fails_
 
 
 @pytest.mark.parametrize("mode", ASKING[:3])
-def test_an_answer_taken_back_in_part_keeps_what_the_prompt_chose(mode):
+def test_a_partly_retracted_answer_keeps_the_prompts_selection(mode):
     """Its last token is read again, as a prompt's are."""
     run = Run(toy(("plain", "plain"), page=8), mode, budget=64).begun(100, 60)
     told = run.kv.mode.report()
@@ -111,7 +111,7 @@ def test_an_answer_taken_back_in_part_keeps_what_the_prompt_chose(mode):
 
 
 @pytest.mark.parametrize("name", ["tau1", "tau2"])
-def test_the_layers_of_a_large_model_share_out_a_budget_with_the_lowest_taus(name):
+def test_layers_share_a_budget_at_the_lowest_taus(name):
     cake = Run(toy(("plain", "plain"), page=8), "cake", budget=64, **{name: 0.1}).kv.mode
     for layer, sharpness in enumerate((1e-6, 1.5e-6)):
         cake.scores(layer, torch.full((64, 2, 32, 600), 1 / 600) + sharpness * torch.linspace(-1, 1, 32)[:, None])
@@ -130,5 +130,5 @@ def test_the_layers_of_a_large_model_share_out_a_budget_with_the_lowest_taus(nam
         ([5.0, 1.0, 1.0], 20, [20, 20, 20]),
     ],
 )
-def test_layers_share_out_a_budget_by_preference_up_to_what_there_is(preferences, most, parts):
+def test_layers_share_a_budget_by_preference_up_to_a_limit(preferences, most, parts):
     assert shared_out(100, preferences, most) == parts

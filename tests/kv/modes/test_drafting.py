@@ -52,7 +52,7 @@ def free(_rows):
     return STEP
 
 
-def test_a_quotation_is_drafted_in_far_fewer_forwards(clock):
+def test_quotations_take_far_fewer_forwards(clock):
     lookup = following([*QUOTED, 1, 2], clock)
     forwards = answer(lookup, clock, [5, 6, *QUOTED], free)
     assert forwards < 12
@@ -60,7 +60,7 @@ def test_a_quotation_is_drafted_in_far_fewer_forwards(clock):
     assert lookup.accepted / lookup.drafted > 0.8
 
 
-def test_nothing_is_drafted_where_rows_take_as_long_as_steps(clock):
+def test_drafting_stops_if_rows_cost_as_much_as_steps(clock):
     lookup = following([*QUOTED, 1, 2], clock)
     for _ in range(20):  # the first is a trial
         answer(lookup, clock, QUOTED, lambda rows: rows * STEP)
@@ -70,7 +70,7 @@ def test_nothing_is_drafted_where_rows_take_as_long_as_steps(clock):
     assert lookup.rounds - before <= len(LENGTHS)
 
 
-def test_matches_that_do_not_go_on_are_no_longer_drafted(clock):
+def test_drafting_stops_after_rejected_matches(clock):
     text = [token for i in range(400) for token in (1, 2, 3, 1000 + i)]
     lookup = following([1, 2, 3, 4], clock)
     answer(lookup, clock, text[:400], lambda rows: STEP * (1 + 0.1 * rows))
@@ -79,19 +79,19 @@ def test_matches_that_do_not_go_on_are_no_longer_drafted(clock):
     assert lookup.rounds == before
 
 
-def test_the_last_occurrence_counts(clock):
+def test_the_last_occurrence_is_drafted(clock):
     lookup = following([1, 2, 3, *QUOTED, 1, 2, 3, *reversed(QUOTED), 9, 9], clock)
     answer(lookup, clock, [1, 2, 3, *reversed(QUOTED)], free)
     assert lookup.accepted == lookup.drafted > 0
 
 
-def test_what_repeats_itself_goes_on_beyond_the_present(clock):
+def test_repetitions_are_drafted_beyond_the_end(clock):
     lookup = following([7, 8, 9, 7, 8, 9], clock)
     answer(lookup, clock, [7, 8, 9] * 30, free)
     assert lookup.accepted / lookup.drafted > 0.9
 
 
-def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left(clock):
+def test_drafts_exclude_end_tokens_and_respect_the_limit(clock):
     lookup = following([*QUOTED[:20], END, 5, *QUOTED[:20], END, 5], clock)
     seen = []
     for token in QUOTED[:20]:
@@ -102,13 +102,13 @@ def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left(clock):
     assert seen[-1] == []
 
 
-def test_another_conversation_is_followed_from_its_own_tokens():
+def test_begin_forgets_the_previous_conversation():
     lookup = following(QUOTED)
     lookup.begin([1, 2, 3])
     assert answer(lookup, Clock(), QUOTED, free) == len(QUOTED)
 
 
-def test_figures_count_what_was_drafted():
+def test_figures_count_accepted_drafts():
     lookup = following([*QUOTED, 1, 2])
     assert lookup.figures() == {}
     lookup.verified([1, 2, 3], 2)
@@ -144,7 +144,7 @@ def many(one):
         (0.05, lambda token: False, 400),
     ],
 )
-def test_a_window_drafts_as_long_as_it_pays(clock, seconds, right, forwards):
+def test_window_drafts_only_while_it_pays(clock, seconds, right, forwards):
     window = following(list(range(-RECENT, 1)), clock, Window)
     took = answer(window, clock, list(range(1, 401)), lambda rows: 1 + 0.05 * rows, guessing(clock, right, seconds))
     assert took <= forwards
@@ -152,7 +152,7 @@ def test_a_window_drafts_as_long_as_it_pays(clock, seconds, right, forwards):
         assert window.drafted < 150  # trials
 
 
-def test_a_window_drafts_nothing_beyond_the_end(clock):
+def test_window_drafts_exclude_end_tokens(clock):
     window = following(list(range(RECENT + 1)), clock, Window)
     for token in range(END - 9, END):
         drafts = window.draft(token, 5, {END}, guessing(clock, lambda _: True, 0.01))
@@ -161,7 +161,7 @@ def test_a_window_drafts_nothing_beyond_the_end(clock):
         clock.now += 1
 
 
-def test_a_first_step_that_was_slow_does_not_make_drafts_pay(clock):
+def test_a_slow_first_step_does_not_make_drafts_pay(clock):
     """Steps warm up, are captured on a GPU, or wait for loops that are compiled meanwhile."""
     steps = []
     window = following(list(range(RECENT + 1)), clock, Window)
@@ -178,13 +178,13 @@ def test_a_first_step_that_was_slow_does_not_make_drafts_pay(clock):
     assert clock.now < 1.2 * 1000 * STEP
 
 
-def test_a_window_that_would_read_everything_drafts_nothing(clock):
+def test_window_drafts_nothing_in_short_conversations(clock):
     window = following([1, 2, 3], clock, Window)
     answer(window, clock, list(range(1, RECENT - 5)), free, guessing(clock, lambda _: True, 0.01))
     assert window.rounds == 0
 
 
-def test_auto_looks_up_what_repeats_and_guesses_the_rest(clock):
+def test_auto_looks_up_repetitions_and_guesses_the_rest(clock):
     guessed = []
     auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
 
@@ -205,7 +205,7 @@ def test_auto_looks_up_what_repeats_and_guesses_the_rest(clock):
     assert auto.drafted - auto.accepted < 30
 
 
-def test_auto_is_off_where_both_lose_and_comes_back(clock):
+def test_auto_turns_off_if_drafts_lose_and_returns(clock):
     share = [0.0]
     auto = following(list(range(-RECENT, 1)), clock, Auto)
 
@@ -223,7 +223,7 @@ def test_auto_is_off_where_both_lose_and_comes_back(clock):
     assert clock.now - before < 0.6 * 2000 + TRIALS[1]
 
 
-def test_what_was_looked_up_says_nothing_about_the_window(clock):
+def test_lookups_do_not_affect_the_window_estimate(clock):
     auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
     share = auto._share
     answer(auto, clock, [5, 6, *QUOTED[:25], *range(300, 330)], free, many(lambda _: END))
@@ -238,7 +238,7 @@ ROWS = {"smollm2": {1: 1, 4: 1.28, 8: 1.70, 16: 2.20}, "untimed": {1: 1, 4: 1.84
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("kind", "most"), [(Lookup, 4.0), (Window, 0.0), (Auto, 4.0)])
-def test_prose_costs_little(kind, most, rows):
+def test_drafting_costs_little_on_prose(kind, most, rows):
     """Of books in answers of 100 tokens, each by a drafter that knows nothing yet; a window's step saves a quarter."""
     ids = [
         token

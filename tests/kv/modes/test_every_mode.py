@@ -36,7 +36,7 @@ def test_every_reference_has_a_row():
 
 
 @pytest.mark.parametrize("mode", registered())
-def test_every_figure_of_a_mode_is_explained(mode):
+def test_modes_report_exactly_their_documented_figures(mode):
     """And nothing is explained that no row of the mode reports."""
     reported = set()
     for params in (params for name, params in ROWS.values() if name == mode):
@@ -51,7 +51,7 @@ def test_every_figure_of_a_mode_is_explained(mode):
 @pytest.mark.parametrize(
     ("row", "geometry"), dict.fromkeys([*((row, "2x3") for row in ROWS), *thinned(CORE, [*GEOMETRIES], each=3)])
 )
-def test_sets_and_outputs_are_the_references(row, geometry):
+def test_sets_and_outputs_match_the_reference(row, geometry):
     """Every row in one geometry, and a mode's two core rows in three each; in all of them in the long form."""
     run = Run.of_row(row, toy(("plain", "plain"), **GEOMETRIES[geometry], seed=3))
     run.prefill(100, chunk=37)
@@ -63,7 +63,7 @@ def test_sets_and_outputs_are_the_references(row, geometry):
 
 
 @pytest.mark.parametrize(("row", "heads"), thinned(CORE, LARGE, each=2), ids=str)
-def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, heads):
+def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, heads):
     """A mode's two core rows at two sizes each; at every group and width in the long form."""
     (mode, params), (group, d) = ROWS[row], heads
     run = Run(toy(("plain", "plain"), kv_heads=2, group=group, d_k=d, d_v=d, page=8, ids=128, seed=3), mode, **params)
@@ -73,7 +73,7 @@ def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, head
 
 
 @pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20]))
-def test_a_conversation_may_begin_with_less_than_sinks_and_window_and_outgrow_its_room_in_one_answer(row, first):
+def test_short_conversations_can_outgrow_their_room_in_one_answer(row, first):
     """A mode's two core rows begin with one of the lengths each; with all of them in the long form."""
     made = toy(("plain", "plain"), page=4)
     run = Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=32)))  # it grows soon
@@ -86,7 +86,7 @@ def test_a_conversation_may_begin_with_less_than_sinks_and_window_and_outgrow_it
     assert len(capacities) >= 3
 
 
-def test_freeze_names_no_page_behind_a_window_in_a_conversation_that_begins_with_a_step():
+def test_freeze_with_windows_can_start_without_a_prefill():
     made = toy(("window", "sinks"), group=1, d_k=8, d_v=8, page=5, seed=1)
     run = Run(made, "freeze", K=1, tau=1.0, k=0.25)
     run.step(34)
@@ -94,7 +94,7 @@ def test_freeze_names_no_page_behind_a_window_in_a_conversation_that_begins_with
 
 
 @pytest.mark.parametrize("row", [*MET, *COMPARED])
-def test_a_budget_above_the_conversation_is_full_mode(row):
+def test_a_budget_above_the_conversation_equals_full_mode(row):
     mode, params = ROWS[row]
     run = prompted(mode, **{**params, **ROOMY.get(mode, {"budget": 1000})})
     for expected in steps_of_full():

@@ -29,7 +29,7 @@ def test_corrected_heads_are_counted(tau, least, most):
 @pytest.mark.parametrize(
     ("budget", "split"), [(64, (4, 60, 0)), (256, (4, 92, 5)), (512, (4, 156, 11)), (2048, (4, 540, 47))]
 )
-def test_the_budget_is_shared_out_as_four_sinks_pages_and_a_window_of_a_quarter_and_what_they_leave(budget, split):
+def test_the_budget_is_split_into_sinks_window_and_pages(budget, split):
     mode = Run(toy(("plain", "plain")), "speculative", budget=budget, **PAGES).kv.mode
     assert (mode.sink, mode.window, mode.k) == split
     assert mode.sink + mode.window + mode.k * 32 == budget
@@ -39,7 +39,7 @@ def test_the_budget_is_shared_out_as_four_sinks_pages_and_a_window_of_a_quarter_
     ("given", "enough"),
     [({"budget": 64}, 68), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
 )
-def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, enough):
+def test_a_budget_without_room_for_a_page_warns(given, enough):
     run = Run(toy(("plain", "plain")), "speculative", **PAGES, **given).begun(300)
     (badge,) = run.kv.mode.report().badges
     assert badge.startswith("recalls nothing: ")
@@ -49,12 +49,12 @@ def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, 
     assert Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough - 1}).kv.mode.k == 0
 
 
-def test_a_small_budget_that_still_reads_everything_warns_of_nothing():
+def test_a_small_budget_that_reads_everything_does_not_warn():
     run = Run(toy(("plain", "plain")), "speculative", budget=64, **PAGES).begun(40)
     assert run.kv.mode.report().badges == ()
 
 
-def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
+def test_the_paper_profile_gives_sinks_and_window_a_quarter_each():
     mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
     assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
     published = Run(toy(("plain", "plain")), "speculative", profile="paper").kv.mode
@@ -63,7 +63,7 @@ def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
 
 @pytest.mark.parametrize("on_a_gpu", [False, True])
 @pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
-def test_pages_whose_tokens_are_all_pinned_take_no_slot_from_others(tau, on_a_gpu):
+def test_fully_pinned_pages_take_no_page_slots(tau, on_a_gpu):
     run = run_of(tau, steps=3)
     if on_a_gpu:
         as_on_a_gpu(run.kv)
@@ -76,7 +76,7 @@ def test_pages_whose_tokens_are_all_pinned_take_no_slot_from_others(tau, on_a_gp
     assert (pages >= 0).all()
 
 
-def test_a_page_of_sinks_and_pinned_tokens_takes_none_either():
+def test_pages_of_sinks_and_pinned_tokens_take_no_page_slots():
     run = Run(
         toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", budget=80, sink=12, window=24, **PAGES
     )
@@ -90,7 +90,7 @@ def test_a_page_of_sinks_and_pinned_tokens_takes_none_either():
     run.check()
 
 
-def test_where_all_candidates_are_pinned_the_rest_is_read():
+def test_steps_work_with_every_candidate_pinned():
     run = run_of(0.7, steps=3)
     run.pin(list(range(8, run.kv.total)))
     run.step(20)
@@ -98,7 +98,7 @@ def test_where_all_candidates_are_pinned_the_rest_is_read():
 
 
 @pytest.mark.parametrize("tau", [-2.0, 2.0])
-def test_only_the_difference_moves(tau):
+def test_only_new_pages_move(tau):
     run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL).begun(200)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
     for _ in range(50):
@@ -110,7 +110,7 @@ def test_only_the_difference_moves(tau):
     assert 0 < transfer.totals.moved < transfer.totals.wanted
 
 
-def test_refusals_name_the_numbers():
+def test_refusals_state_the_numbers():
     made = toy()
     with pytest.raises(UsageError, match=r"64.*40 \+ 32 = 72"):
         Run(made, "speculative", budget=64, sink=40, window=32, **PAGES)
@@ -121,7 +121,7 @@ def test_refusals_name_the_numbers():
 
 
 @pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
-def test_what_a_step_wants_is_counted_once(tau):
+def test_wanted_tokens_are_counted_once(tau):
     """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
     run = run_of(tau, steps=1)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
@@ -130,7 +130,7 @@ def test_what_a_step_wants_is_counted_once(tau):
     assert transfer.totals.wanted - before == 20 * 2 * 2 * slots.layout.pages * slots.geometry.page
 
 
-def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():
+def test_corrected_heads_and_the_mean_cosine_are_reported():
     run = run_of(0.7, steps=0)
     cosines = []
     for _ in range(40):

@@ -27,7 +27,7 @@ def at_once(floor: int = 0, stagger: int = 1, **params) -> FreezeRun:
 # ---- memory
 
 
-def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
+def test_frozen_tokens_free_memory_and_slots():
     run = at_once(score="always", stagger=64).begun(600)
     whole = run.kv.device_bytes
     run.step(300)
@@ -38,7 +38,7 @@ def test_frozen_tokens_give_their_memory_back_and_slots_are_reused():
 
 
 @pytest.mark.parametrize(("headroom", "most"), [(128, 25), (2048, 3)])
-def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most):
+def test_slots_resize_less_often_with_more_headroom(headroom, most):
     geometry = Geometry(1, HEADS * GROUP, HEADS, D, D, torch.float32, headroom=headroom)
     kv = KVManager(geometry, torch.device("cpu"), build(parse("freeze", {"tau": 0.0}), geometry, ModelTraits(4096, ())))
     query, key = torch.zeros(HEADS * GROUP, 1, D), torch.zeros(HEADS, 1, D)
@@ -50,7 +50,7 @@ def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most)
     assert sum(one != other for one, other in pairwise(sizes)) <= most
 
 
-def test_growth_never_fails_a_step_when_everything_returns():
+def test_slots_grow_when_every_frozen_token_returns():
     run = at_once(score="always").begun(500, 200)
     run.recover("FR")
     assert run.active() == set(range(700))
@@ -65,7 +65,7 @@ def test_growth_never_fails_a_step_when_everything_returns():
 
 
 @pytest.mark.parametrize("stagger", [1, 64])
-def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stagger):
+def test_tokens_still_in_their_slot_return_without_a_copy(monkeypatch, stagger):
     """The sets are those of copying everything that returns; what is read is checked against the host at every step."""
     counted, keep = {}, Timers.note_held
     for keeps in (True, False):
@@ -109,7 +109,7 @@ def read_by_step(run: FreezeRun) -> set[int]:
 
 
 @pytest.mark.usefixtures("sixteen_a_step")
-def test_a_step_copies_so_many_tokens_the_most_relevant_first_and_says_what_it_read():
+def test_steps_copy_a_limited_number_most_relevant_first():
     run = FreezeRun(rule={"floor": 0, "stagger": 1}, **EVERYTHING).begun(300, 40)
     run.recover("FR")
     score, before, moved, told = run.kv.mode.timers.score.clone(), read_by_step(run), [], set()
@@ -127,12 +127,12 @@ def test_a_step_copies_so_many_tokens_the_most_relevant_first_and_says_what_it_r
 
 
 @pytest.mark.usefixtures("sixteen_a_step")
-def test_as_published_all_return_at_once():
+def test_the_paper_profile_returns_all_tokens_at_once():
     run = FreezeRun(profile="paper").begun(300)
     assert max(moved_by_step(run) for _ in range(20)) > 200
 
 
-def test_a_small_budget_is_refused():
+def test_a_too_small_budget_is_rejected():
     with pytest.raises(UsageError, match=r"budget = 100.*4 \+ 96 = 100"):
         FreezeRun(K=96, budget=100)
 
@@ -140,7 +140,7 @@ def test_a_small_budget_is_refused():
 # ---- what queries name
 
 
-def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_step_on():
+def test_hot_frozen_pages_are_read_from_the_next_step_on():
     run = FreezeRun(rule={"floor": 0, "stagger": 1}, strength=0.05, **EVERYTHING).begun(200, 40)
     page = next(page for page in range(1, 20) if not set(range(8 * page, 8 * page + 8)) & run.active())
     wanted = set(range(8 * page, 8 * page + 8))
@@ -158,7 +158,7 @@ def test_a_frozen_page_that_has_most_of_a_heads_weight_is_read_from_the_next_ste
 
 
 @pytest.mark.parametrize("seeks", [True, False])
-def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monkeypatch, seeks):
+def test_tokens_after_a_retrieved_token_are_read_next(monkeypatch, seeks):
     """Also beyond its page, which alone the query names."""
     if not seeks:
         monkeypatch.setattr(freeze_timers, "RETRIEVED", float("inf"))
@@ -174,7 +174,7 @@ def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monke
 # ---- conversations
 
 
-def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
+def test_a_new_turn_keeps_tokens_frozen():
     run = at_once().begun(200, 40)
     frozen = set(range(240)) - run.active()
     assert len(frozen) > 100
@@ -194,7 +194,7 @@ def test_a_step_is_exact_if_and_only_if_it_reads_everything(length):
     assert 0 < sum(exact) < 80
 
 
-def test_what_the_screen_shows():
+def test_the_report_counts_frozen_tokens():
     run = at_once().begun(150, 30)
     stats = run.kv.mode.report().stats
     assert stats["frozen now"] == 180 - len(run.active())
@@ -216,7 +216,7 @@ def test_what_the_screen_shows():
     st.sampled_from([{}, {"budget": 70, "K": 16}, {"profile": "paper"}]),
     st.integers(1, 40),
 )
-def test_any_conversation_leaves_a_sound_store(actions, params, page):
+def test_any_conversation_keeps_the_kv_consistent(actions, params, page):
     run = FreezeRun(rule={"floor": 0, "stagger": 3}, strength=1.0, page=page, **params).begun(50)
     for action, value in actions:
         if action == "truncate":
@@ -228,7 +228,7 @@ def test_any_conversation_leaves_a_sound_store(actions, params, page):
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("position", [-1, 0, 31, 32, 150, 383])
-def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeypatch):
+def test_compiled_hot_pages_match_torch(windowed, position, monkeypatch):
     """By queries that point at a page's keys, some of them out of a layer's sight."""
     run = FreezeRun(windowed=windowed).begun(384)
     mode, draw = run.kv.mode, torch.Generator().manual_seed(position)

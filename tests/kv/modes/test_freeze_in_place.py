@@ -22,7 +22,7 @@ def run_of(unified: bool, windowed: bool, **params) -> FreezeRun:
     ),
     ids=str,
 )
-def test_the_same_tokens_are_read_as_in_slots(params, way, monkeypatch):
+def test_in_place_reads_match_slots(params, way, monkeypatch):
     windowed, compiled = way
     if not compiled:
         monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
@@ -56,7 +56,7 @@ def test_the_same_tokens_are_read_as_in_slots(params, way, monkeypatch):
     assert here.kv.state.read_pairs == slots.kv.state.read_pairs
 
 
-def test_nothing_is_held_twice_and_nothing_moves():
+def test_in_place_reads_move_nothing_and_hold_nothing_twice():
     here, slots = (run_of(unified, windowed=False).begun(300, 40) for unified in (True, False))
     assert int(here.kv.mode.thawed) > 0
     assert here.kv.state.transfer.moved_bytes() == 0 < slots.kv.state.transfer.moved_bytes()

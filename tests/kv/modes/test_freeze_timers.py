@@ -34,7 +34,7 @@ def simulated(prompt: int, steps: int):
 
 
 @pytest.mark.parametrize("prompt", [14, 20])
-def test_the_papers_tables_and_curve(prompt):
+def test_active_tokens_match_the_papers_tables_and_curve(prompt):
     active = dict(enumerate(simulated(prompt, 500), 1))
     if prompt == 14:
         curve = {10: 24, 40: 50, 100: 76, 200: 105, 300: 130, 400: 150, 500: 170}
@@ -43,7 +43,7 @@ def test_the_papers_tables_and_curve(prompt):
     assert active[269 - prompt] == 119
 
 
-def test_the_papers_algorithm_holds_after_a_long_prompt():
+def test_the_papers_algorithm_works_after_a_long_prompt():
     """Its tokens all freeze and return in the same steps: none may wait for room (audit, 17)."""
     active = list(simulated(1500, 60))
     assert max(active[10:]) > 1000
@@ -51,7 +51,7 @@ def test_the_papers_algorithm_holds_after_a_long_prompt():
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_the_rule_is_the_simulations(windowed):
+def test_the_default_rule_matches_the_simulation(windowed):
     params = {"K": 10, "tau": 0.8}
     with ruled(floor=40, stagger=8, recalls=False):
         run = FreezeRun(strength=0.8, windowed=windowed, **params)
@@ -70,7 +70,7 @@ def test_the_rule_is_the_simulations(windowed):
     assert {0, 1, 2, 3, 50, 60} <= run.active()
 
 
-def test_all_whose_timer_ran_out_return_at_once():
+def test_all_expired_tokens_return_at_once():
     """However many they are (audit, 16): no cap decides."""
     run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(1000, 4)
     assert len(run.active()) < 50
@@ -81,7 +81,7 @@ def test_all_whose_timer_ran_out_return_at_once():
 
 
 @pytest.mark.parametrize("level", LEVELS[:3])
-def test_each_level_restores_what_it_says(level):
+def test_each_level_restores_its_tokens(level):
     run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(150, 90)
     timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
@@ -111,7 +111,7 @@ def fails(run: FreezeRun, place: int) -> bool:
 @pytest.mark.parametrize(
     ("params", "compiled"), [({}, True), ({"budget": 90, "K": 16}, False), ({"profile": "paper"}, True)]
 )
-def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, compiled, monkeypatch, count):
+def test_a_failed_step_leaves_the_timers_unchanged(params, compiled, monkeypatch, count):
     """It counted twice when asked for again, and named pages by a query whose token is not stored."""
     if not compiled:
         for module in (freeze, freeze_timers):
@@ -135,7 +135,7 @@ def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, comp
 
 @pytest.mark.parametrize("fails_at", [0, 1])
 @pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
-def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
+def test_a_regenerated_answer_reads_the_same_tokens(params, fails_at):
     """The timers of the first one went on."""
     run = FreezeRun(strength=1.0, **params).begun(200, 40)
     drawn = run.random.get_state()
@@ -157,7 +157,7 @@ def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
     assert answered(1) == first
 
 
-def test_what_another_prompt_begins_with_is_not_what_the_last_one_had():
+def test_another_prompt_does_not_restore_earlier_timers():
     run = FreezeRun(strength=1.0).begun(290, 60)
     left = run.active()
     assert left != set(range(350))
@@ -174,7 +174,7 @@ def forget(run: FreezeRun, tokens: int, fails_at: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [0, 20])
-def test_a_conversation_of_no_tokens_has_no_prompt_whose_timers_come_back(prompt):
+def test_an_empty_conversation_restores_no_timers(prompt):
     timers = Timers(FreezeParameters(), torch.device("cpu"))
     timers.begin_answer(prompt, is_new=bool(prompt))
     timers.truncate(0)
@@ -187,7 +187,7 @@ def test_a_conversation_of_no_tokens_has_no_prompt_whose_timers_come_back(prompt
 
 @pytest.mark.parametrize("profile", ["default", "paper"])
 @pytest.mark.parametrize("budget", [None, 150])
-def test_the_timers_of_a_cpu_find_what_the_reference_finds(profile, budget):
+def test_compiled_timers_match_torch(profile, budget):
     """200 steps over tokens of random scores, some pinned, protected, hot or retrieved, some slots empty."""
     parameters = FreezeParameters(profile=profile, budget=budget, K=20, tau=0.5, k=0.5)
     cpu, reference = (timers(parameters, torch.device("cpu")) for timers in (CpuTimers, Timers))

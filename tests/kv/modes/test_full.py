@@ -25,7 +25,7 @@ def steps(one, ids):
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *tiny_models.HYBRID[:1]])
-def test_every_architecture_answers_as_if_all_were_resident(name, monkeypatch):
+def test_logits_do_not_depend_on_where_tokens_are_stored(name, monkeypatch):
     model = loaded(name)
     in_place = runner_of(model)
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
@@ -42,7 +42,7 @@ def test_every_architecture_answers_as_if_all_were_resident(name, monkeypatch):
     assert all_n > 131
 
 
-def test_on_a_cpu_nothing_is_stored_twice():
+def test_nothing_is_stored_twice_on_a_cpu():
     made = toy(("plain", "window", "sinks"), page=8, kv_heads=3, d_v=24, unified=True)
     run = Run(made, "full").begun(90)
     assert run.kv.device_bytes == 0
@@ -58,7 +58,7 @@ def test_on_a_cpu_nothing_is_stored_twice():
     assert run.kv.state.transfer.totals == (0, 0, 0, 0)
 
 
-def test_what_comes_over_the_link_is_counted_and_shown():
+def test_tokens_streamed_from_ram_are_counted_and_shown():
     run = Run(toy(("plain", "window"), page=8), "full", resident=RING).begun(100)
     before = run.kv.state.transfer.moved_bytes()
     run.step(10)
@@ -75,7 +75,7 @@ def test_what_comes_over_the_link_is_counted_and_shown():
 
 
 @pytest.mark.parametrize("room", [300, 100, 0])
-def test_what_does_not_fit_stays_on_the_host_and_memory_stops_growing(room, monkeypatch):
+def test_tokens_that_do_not_fit_stay_in_ram(room, monkeypatch):
     run = Run(toy(("plain", "plain"), page=8), "streaming", budget=64, sink=4).begun(200)
     g = run.toy.geometry
     monkeypatch.setattr(full, "staging_bytes", lambda *_: 0)
@@ -94,6 +94,6 @@ def test_what_does_not_fit_stays_on_the_host_and_memory_stops_growing(room, monk
     assert RING <= window < 400
 
 
-def test_a_ring_smaller_than_a_mode_may_have_is_refused():
+def test_a_too_small_ring_is_rejected():
     with pytest.raises(UsageError, match="resident = 3"):
         Run(toy(), "full", resident=3)

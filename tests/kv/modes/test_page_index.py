@@ -40,7 +40,7 @@ def assert_bounds_right(run: Run) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
-def test_bounds_are_made_of_the_keys_at_hand(chunks):
+def test_bounds_of_prefills_match_a_rebuilt_index(chunks):
     assert_bounds_right(speculative(chunks))
 
 
@@ -60,7 +60,7 @@ def test_bounds_read_at_most_one_page_back(monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_bounds_of_a_failed_prefill_are_forgotten(after):
+def test_bounds_of_a_failed_prefill_are_dropped(after):
     run = speculative((150,))
     start = run.kv.total
     with suppress(torch.OutOfMemoryError), prefill(run.kv, 90):
@@ -76,7 +76,7 @@ def test_bounds_of_a_failed_prefill_are_forgotten(after):
 
 
 @pytest.mark.parametrize("row", ["freekv", "freekv-blocks", "freekv-bits", "speculative"])
-def test_an_index_of_many_pages_is_made_in_parts(row, monkeypatch):
+def test_large_indexes_are_built_in_parts(row, monkeypatch):
     run = Run(toy(("plain", "plain", "plain"), page=8), ROWS[row][0], **ROWS[row][1]).begun(203)
     index = run.kv.mode.index
     made = index.data.clone()
@@ -90,7 +90,7 @@ def test_an_index_of_many_pages_is_made_in_parts(row, monkeypatch):
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_are_the_nearest_steps_between_a_pages_lowest_and_highest_key(bits, dtype):
+def test_key_codes_are_the_nearest_quantization_steps(bits, dtype):
     keys = (torch.randn(3, 70, 24, generator=torch.Generator().manual_seed(bits)) * 5 + 2).to(dtype)
     rows = key_codes.encode(keys, 32, bits)
     assert rows.shape == (3, 3, key_codes.words_of(24, 32, bits))
@@ -105,6 +105,6 @@ def test_codes_are_the_nearest_steps_between_a_pages_lowest_and_highest_key(bits
         assert (off <= (tile - nearest).abs() + step * 1e-5 + 1e-6).all()
 
 
-def test_two_bits_of_16_bit_keys_take_three_bits_an_element():
+def test_two_bit_codes_take_three_bits_per_element():
     g = Geometry(2, 8, 4, 128, 128, torch.bfloat16)
     assert KeyCodes(g, CPU).page_bytes * 8 == 3 * g.page * g.layers * g.kv_heads * g.d_k

@@ -26,14 +26,14 @@ def large(dtype: torch.dtype = torch.float32, **kwargs: object) -> Toy:
 
 
 @pytest.mark.parametrize(("unified", "window"), [(True, 32), (False, 64)])
-def test_a_budget_is_four_sinks_a_window_and_tokens(unified, window):
+def test_a_budget_is_split_into_sinks_window_and_tokens(unified, window):
     mode = Run(toy(("plain", "plain"), unified=unified), "speculative", budget=256).kv.mode
     assert isinstance(mode, Speculative)
     assert (mode.sink, mode.window, mode.k) == (4, window, 256 - 4 - window)
 
 
 @pytest.mark.parametrize(("shape", "bits"), thinned([(1, 1, 64), (2, 3, 64), (3, 2, 40), (1, 9, 128)], [2, 4]), ids=str)
-def test_the_compiled_loops_choose_and_attend_as_the_reference(shape, bits):
+def test_compiled_loops_match_the_reference(shape, bits):
     kv_heads, group, d = shape
     run = Run(large(kv_heads=kv_heads, group=group, d_k=d, d_v=d), "speculative", budget=128, index=f"bits{bits}")
     run.prefill(700, chunk=333)
@@ -47,7 +47,7 @@ def test_the_compiled_loops_choose_and_attend_as_the_reference(shape, bits):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_they_choose_what_torch_chooses(dtype, monkeypatch):
+def test_compiled_loops_select_what_torch_selects(dtype, monkeypatch):
     runs = []
     for loops in (True, False):
         if not loops:
@@ -58,7 +58,7 @@ def test_they_choose_what_torch_chooses(dtype, monkeypatch):
     assert differ <= (0 if dtype == torch.float32 else 4)  # of equals to rounding either may be read
 
 
-def test_nothing_is_copied_where_the_host_pool_is_read_itself():
+def test_reading_the_host_pool_in_place_copies_nothing():
     run = Run(large(), "speculative", budget=96).begun(400, 5)
     assert run.kv.state.transfer.totals.moved == 0
     assert run.kv.state.slots[-1].kv.nbytes == 0
@@ -66,7 +66,7 @@ def test_nothing_is_copied_where_the_host_pool_is_read_itself():
 
 
 @pytest.mark.parametrize("on_a_gpu", [False, True])
-def test_an_estimate_one_layer_ahead_chooses(on_a_gpu):
+def test_the_estimate_one_layer_ahead_selects_the_tokens(on_a_gpu):
     """What is given as the estimate decides, not the query: two runs whose estimates are alike read alike."""
     run = Run(toy(("plain", "plain", "plain"), page=8), "speculative", query="ahead", **SMALL)
     if on_a_gpu:
@@ -91,7 +91,7 @@ def test_an_estimate_one_layer_ahead_chooses(on_a_gpu):
         assert torch.equal(attended(run.kv.state, layer), attended(own.kv.state, layer))
 
 
-def test_a_layer_without_an_estimate_chooses_with_its_own_query():
+def test_layers_without_an_estimate_use_their_own_query():
     runs = [Run(toy(("plain", "plain"), page=8), "speculative", query=query, **SMALL) for query in ("ahead", "own")]
     for run in runs:
         as_on_a_gpu(run.kv)
@@ -101,7 +101,7 @@ def test_a_layer_without_an_estimate_chooses_with_its_own_query():
 
 
 @pytest.mark.parametrize("given", [{"tau": 0.7}, {"index": "bounds"}, {"index": "blocks"}, {"profile": "paper"}])
-def test_what_only_freekv_has_asks_for_freekv(given):
+def test_freekv_parameters_build_freekv(given):
     assert isinstance(Run(toy(("plain", "plain")), "speculative", **given).kv.mode, FreeKV)
 
 
@@ -115,12 +115,12 @@ def test_what_only_freekv_has_asks_for_freekv(given):
         {"query": "ahead", "unit": "page"},
     ],
 )
-def test_what_contradicts_itself_is_refused(given):
+def test_contradictory_parameters_are_rejected(given):
     with pytest.raises(UsageError):
         Run(toy(("plain", "plain")), "speculative", **given)
 
 
-def test_a_model_of_one_layer_is_refused_unless_it_is_chosen_in():
+def test_one_layer_models_need_first_full_off():
     with pytest.raises(DoesNotFitError):
         Run(toy(("plain",)), "speculative")
     assert Run(toy(("plain",)), "speculative", first_full=False).kv.mode.first == 0

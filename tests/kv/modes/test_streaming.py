@@ -35,7 +35,7 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("length", "r", "sigma", "delta", "expected"), VECTORS)
-def test_the_papers_vectors(length, r, sigma, delta, expected):
+def test_pruned_lengths_match_the_papers_vectors(length, r, sigma, delta, expected):
     assert pruned_length(length, C, r, sigma, delta) == expected
 
 
@@ -59,7 +59,7 @@ def lengths_of(run: Run, steps: int) -> list[int]:
         ({"R": 4, "sigma": 10, "delta": 1}, 68, 68),  # every step drops one from C + R
     ],
 )
-def test_the_saw_tooth_of_real_steps(params, peak, valley):
+def test_cache_lengths_follow_a_sawtooth(params, peak, valley):
     run = Run(toy(("plain",), kv_heads=1, group=1, page=8), "streaming", budget=64, sink=4, **params).begun(60)
     first = lengths_of(run, 100)
     assert first[: peak - 60] == list(range(61, peak + 1))
@@ -68,7 +68,7 @@ def test_the_saw_tooth_of_real_steps(params, peak, valley):
     assert {b - a for a, b in pairwise(steady)} <= {1, valley - peak}
 
 
-def test_a_long_chunk_is_pruned_at_once():
+def test_long_chunks_are_pruned_immediately():
     run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4).begun(500)
     assert run.kv.mode.num_cached() == 64 + 8
     assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
@@ -81,14 +81,14 @@ def sinks(run):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
+def test_sinks_are_rotated_to_just_before_the_window(interleaved):
     made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
     run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2).begun(300, 150)
     torch.testing.assert_close(*sinks(run), atol=5e-6, rtol=0)
     assert torch.equal(run.kv.state.slots[0].keys(1)[:, :4], run.keys[1][:, :4])
 
 
-def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):
+def test_only_steps_that_drop_tokens_rotate_sinks(monkeypatch):
     """On a GPU too, where nothing is read back: the host knows which steps those are."""
     run = Run(toy(("plain", "plain")), "streaming", budget=64, R=16, sigma=32, delta=8)
     as_on_a_gpu(run.kv)
@@ -110,14 +110,14 @@ def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):
     assert len(dropped) > 2
 
 
-def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
+def test_bfloat16_sinks_are_rounded_once():
     made = toy(("plain",), dtype=torch.bfloat16)
     run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0).begun(80, 120)
     kept, exact = sinks(run)
     assert float((kept - exact).abs().max()) < 0.05
 
 
-def test_no_jump_at_position_20000(monkeypatch):
+def test_rotation_stays_exact_at_position_20000(monkeypatch):
     """The reference rotates in float64 from content, so a float32 angle or a cumulative rotation would show here."""
     monkeypatch.setattr("support.toy_model.CONTEXT", 32768)
     made = toy(("plain", "plain"), kv_heads=1, group=1, ids=20100)
@@ -127,7 +127,7 @@ def test_no_jump_at_position_20000(monkeypatch):
     run.check()
 
 
-def test_sinks_of_a_system_prompt_and_defaults():
+def test_defaults_and_sinks_for_a_system_prompt():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
 
     def resolved(system_tokens, **params):
@@ -141,7 +141,7 @@ def test_sinks_of_a_system_prompt_and_defaults():
     assert resolved(0, window=100)["budget"] == 104
 
 
-def test_non_core_tokens_widen_the_capacity_beside_the_window():
+def test_non_core_tokens_add_capacity_beyond_the_window():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
     modes = [
         build(parse("streaming", params), geometry, traits)
@@ -154,7 +154,7 @@ def test_non_core_tokens_widen_the_capacity_beside_the_window():
         build(parse("streaming", {"budget": 96, "window": 60, "sink": 4, "B": 16}), geometry, traits)
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_parameters_are_rejected():
     geometry = toy().geometry
     with pytest.raises(UsageError, match="sink \\+ window"):
         build(parse("streaming", {"budget": 64, "sink": 64}), geometry, ModelTraits(8192, (None,) * 3))
@@ -175,7 +175,7 @@ def moving():
     return MovingBase(CONTEXT, (None,), CHUNK)
 
 
-def test_no_position_is_beyond_the_context_and_bases_move_by_half_of_it(moving):
+def test_positions_stay_in_the_context_and_bases_move_by_half(moving):
     positions = torch.arange(1000)
     bases = moving.bases(positions)
     rotated = positions - bases
@@ -188,7 +188,7 @@ def test_no_position_is_beyond_the_context_and_bases_move_by_half_of_it(moving):
     assert [moving.base_of(position) for position in (0, 99, 100, 149, 150)] == [0, 0, 50, 50, 100]
 
 
-def test_a_prompt_is_cut_where_the_context_ends_and_a_base_begins(moving):
+def test_prompts_are_split_where_a_base_begins(moving):
     total, ends = 20, []
     while total < 400:
         chunk = moving.prompt_tokens(total)

@@ -40,7 +40,7 @@ SMALL = {"budget": 80, "m": 5}
 
 
 @pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"kv_heads": 1}, {"calibrated": False}])
-def test_with_nobody_to_follow_it_is_full_and_says_so(params):
+def test_sync_without_followers_is_full_mode(params):
     mode = mode_of(**params)
     kv = KVManager(mode.geometry, torch.device("cpu"), mode)
     assert kv.device_bytes == full_bytes(mode, 128)
@@ -52,7 +52,7 @@ def test_with_nobody_to_follow_it_is_full_and_says_so(params):
 # ---- the schedule
 
 
-def test_tokens_move_at_every_m_th_step_only():
+def test_tokens_move_only_at_every_mth_step():
     run, moved = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL), []
     run.prefill(200)
     for _ in range(25):
@@ -63,7 +63,7 @@ def test_tokens_move_at_every_m_th_step_only():
     assert run.kv.mode.report().stats["anticipation steps"] == 5
 
 
-def test_overlap_is_counted_from_one_anticipation_to_the_next():
+def test_set_overlap_is_counted_between_anticipation_steps():
     run = Run(toy(("plain",) * 2, **FOUR), "sync", **SMALL).begun(200, 5)
     mode = run.kv.mode
     kept, chosen = mode.overlap.tolist()
@@ -85,14 +85,14 @@ def test_without_offload_nothing_moves():
     assert ["100% of full" in "".join(run.kv.mode.report().badges) for run in runs] == [False, True]
 
 
-def test_without_offload_and_without_sinks_an_empty_place_opens_no_token():
+def test_empty_slots_open_no_token_without_offload_and_sinks():
     """As published: what names no token must not stand for token 0, which no sink reads anyway."""
     params = {"profile": "paper", "representatives": "retrieval", "offload": False}
     Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, **params).begun(200, 12)
 
 
 @pytest.mark.parametrize(("stored", "warns"), [(600, False), (1400, True), (3000, False)])
-def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(stored, warns):
+def test_a_budget_that_saves_no_memory_warns(stored, warns):
     """Of 600 tokens all are read; of 1,400 some are not, in more slots than full has; of 3,000 few are held."""
     run = Run(toy(("plain",) * 3, **FOUR), "sync", budget=1200, rho=0.0).begun(stored)
     mode = run.kv.mode
@@ -116,12 +116,12 @@ def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(s
         (8, 1, 0.3, 0.2),
     ],
 )
-def test_the_papers_budgets(heads, representatives, mem, share):
+def test_follower_budgets_match_the_paper(heads, representatives, mem, share):
     assert paper_k(mem, 100_000, heads, representatives) / 100_000 == pytest.approx(share, abs=5e-4)
 
 
 @pytest.mark.parametrize(("mem", "heads", "representatives"), [(0.2, 8, 2), (0.25, 8, 2), (0.5, 4, 2)])
-def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads, representatives):
+def test_a_share_below_the_representatives_is_rejected(mem, heads, representatives):
     floor = representatives / heads
     with pytest.raises(DoesNotFitError, match=f"already takes {floor:.0%}.*over {floor:.2f}"):
         paper_k(mem, 1000, heads, representatives)
@@ -131,18 +131,18 @@ def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads,
 
 @pytest.mark.parametrize("mem", [0.4, 0.5, 0.7])
 @pytest.mark.parametrize("tokens", [2_000, 20_000])
-def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
+def test_mem_is_the_allocated_share_of_full_modes_bytes(mem, tokens):
     mode = mode_of(mem=mem)
     # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
     assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full_bytes(mode, tokens) < mem + 0.02
 
 
-def test_k_follows_from_the_budget_or_is_at_least_64():
+def test_k_follows_from_the_budget_and_is_at_least_64():
     assert mode_of(budget=400, m=5).k_of(4000) == 400 - 132
     assert mode_of(mem=0.3).k_of(1500) == 64
 
 
-def test_a_turn_begins_with_k_by_its_tokens_not_by_the_room_there_is(monkeypatch):
+def test_k_depends_on_stored_tokens_not_on_capacity(monkeypatch):
     """The room depends on the device (audit, 5)."""
     monkeypatch.setitem(REFERENCES, "sync", FullReference)
     for tokens in (900, 1000):
@@ -164,7 +164,7 @@ def test_the_default_leaves_followers_a_third_of_the_tokens(heads, mem):
 
 
 @pytest.mark.parametrize("heads", [4, 8])
-def test_as_published_a_follower_holds_the_papers_k_without_sinks_of_its_own(heads):
+def test_the_paper_profile_gives_followers_k_tokens_without_sinks(heads):
     mode = mode_of(heads, clusters=heads // 4, profile="paper")
     assert mode.k_of(30_000) == int(paper_k(0.5, 30_000, heads, heads // 4)) == 10_000
     assert (mode.sink, mode._dynamic_share(101)) == (0, 50)
@@ -172,17 +172,17 @@ def test_as_published_a_follower_holds_the_papers_k_without_sinks_of_its_own(hea
 
 
 @pytest.mark.parametrize(("rho", "k", "dynamic"), [(0.8, 100, 20), (0.5, 101, 50), (0.9, 70, 7), (0.0, 9, 5)])
-def test_the_dynamic_share_is_what_the_fraction_says(rho, k, dynamic):
+def test_the_dynamic_share_is_computed_exactly(rho, k, dynamic):
     """In floating point (1 - 0.8) * 100 is below 20 (audit, 8)."""
     assert mode_of(rho=rho)._dynamic_share(k) == dynamic
 
 
-def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
+def test_a_budget_below_the_recent_tokens_is_rejected():
     with pytest.raises(UsageError, match=r"budget = 64.*4 \+ 80"):
         mode_of(budget=64, m=80)
 
 
-def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
+def test_a_small_budget_shortens_the_default_window():
     mode = mode_of(budget=100)
     assert (mode.window, mode.ring) == (44, 48)
     assert mode.k_of(1000) == 52
@@ -206,7 +206,7 @@ RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
         (1, "retrieval", (4,), dict.fromkeys((0, 1, 2, 3, 5), 0)),
     ],
 )
-def test_who_represents_a_cluster_and_who_follows_it(clusters, rule, representatives, follows):
+def test_roles_assign_representatives_and_followers(clusters, rule, representatives, follows):
     measured = Calibration("r", "a text", 2, (SIMILARITY,), (RETRIEVAL,))
     (layer,) = roles(measured, clusters, rule)
     assert layer.representatives == representatives
@@ -214,7 +214,7 @@ def test_who_represents_a_cluster_and_who_follows_it(clusters, rule, representat
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_kmeans_finds_separate_clouds_and_numbers_them_by_their_first_member(seed):
+def test_kmeans_numbers_separate_clouds_by_first_member(seed):
     centers = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 9.0]], dtype=torch.float64)
     noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     labels, found = kmeans(centers.repeat(10, 1) + 0.3 * noise, 3, seed)
@@ -223,7 +223,7 @@ def test_kmeans_finds_separate_clouds_and_numbers_them_by_their_first_member(see
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 5, 8])
-def test_no_cluster_is_empty_even_where_points_coincide(clusters):
+def test_no_cluster_is_empty_even_if_points_coincide(clusters):
     points = torch.zeros(8, 3, dtype=torch.float64)
     points[6:] = 1
     labels, _ = kmeans(points, clusters)
@@ -231,10 +231,10 @@ def test_no_cluster_is_empty_even_where_points_coincide(clusters):
 
 
 @pytest.mark.parametrize(("heads", "clusters"), [(1, 1), (2, 1), (4, 1), (8, 2), (32, 8)])
-def test_a_quarter_of_the_heads_represents(heads, clusters):
+def test_a_quarter_of_the_heads_are_representatives(heads, clusters):
     assert default_clusters(heads, "llama") == clusters
 
 
-def test_one_head_represents_in_qwen_as_in_the_paper():
+def test_qwen_has_one_representative_as_in_the_paper():
     """Qwen2.5-14B has 8 KV heads (audit, 7)."""
     assert default_clusters(8, "qwen2") == default_clusters(2, "qwen2") == 1
