@@ -34,14 +34,14 @@ def groups(root: Path, layout: dict[str, dict[str, str]]) -> Path:
     return tree(root, {f"{group}/{name}": text for group, files in layout.items() for name, text in files.items()})
 
 
-def test_without_a_container_it_is_what_the_system_has(proc, tmp_path):
+def test_the_system_decides_free_memory_without_a_container(proc, tmp_path):
     assert available.host_free(proc, tmp_path / "nothing") == 8192 * MiB
     tree(proc, {"self/cgroup": "0::/\n"})
     assert available.container_limit(proc, groups(tmp_path / "cg", {".": v2("max", 5)})) is None
 
 
 @pytest.mark.parametrize("path", ["/", "/docker/abc", "/not/seen/from/here"])
-def test_the_tightest_group_around_the_process_limits(proc, tmp_path, path):
+def test_the_tightest_enclosing_cgroup_limits_memory(proc, tmp_path, path):
     tree(proc, {"self/cgroup": f"0::{path}\n"})
     layout = {".": v2(1000 * MiB, 300 * MiB, 100 * MiB), "docker": v2("max", 0), "docker/abc": v2(900 * MiB, 850 * MiB)}
     cgroups = groups(tmp_path / "cg", layout)
@@ -49,7 +49,7 @@ def test_the_tightest_group_around_the_process_limits(proc, tmp_path, path):
     assert available.host_free(proc, cgroups) == free
 
 
-def test_version_1(proc, tmp_path):
+def test_cgroup_v1_limits_are_read(proc, tmp_path):
     tree(proc, {"self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n"})
     stat = f"cache 9\ninactive_file 1\ntotal_inactive_file {10 * MiB}\n"
     limited = {"memory.limit_in_bytes": f"{100 * MiB}", "memory.usage_in_bytes": f"{70 * MiB}", "memory.stat": stat}
@@ -59,24 +59,24 @@ def test_version_1(proc, tmp_path):
     assert available.host_free(proc, cgroups) == 40 * MiB
 
 
-def test_a_group_over_its_limit_leaves_nothing(proc, tmp_path):
+def test_a_cgroup_over_its_limit_has_no_free_memory(proc, tmp_path):
     tree(proc, {"self/cgroup": "0::/\n"})
     assert available.host_free(proc, groups(tmp_path / "cg", {".": v2(100, 200)})) == 0
 
 
 @pytest.mark.parametrize("text", ["", "max", "garbage", "-5"])
-def test_what_cannot_be_read_limits_nothing(proc, tmp_path, text):
+def test_unreadable_limits_are_ignored(proc, tmp_path, text):
     tree(proc, {"self/cgroup": f"{text}\n0::/\n", "meminfo": "MemAvailable: lots kB\n"})
     free = available.host_free(proc, groups(tmp_path / "cg", {".": {"memory.max": text, "memory.current": text}}))
     assert free > 0
 
 
-def test_a_margin_is_left():
+def test_usable_memory_leaves_a_margin():
     assert available.usable(100 * 2**30) == 100 * 2**30 - available.MARGIN
     assert available.usable(1000) == 940
 
 
-def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():
+def test_an_address_space_too_small_for_torch_is_rejected():
     with pytest.raises(DoesNotFitError, match=r"ulimit -v.* 500 MiB .* 1\.2 GiB") as refused:
         available.check_address_space(500 * MiB)
     assert refused.value.hint
@@ -90,7 +90,7 @@ def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():
 CPU = torch.device("cpu")
 
 
-def test_little_memory_is_measured_with_less_of_it(monkeypatch):
+def test_rates_are_measured_with_less_if_little_memory_is_free(monkeypatch):
     taken = list[int]()
 
     def seconds(run, device):
@@ -103,7 +103,7 @@ def test_little_memory_is_measured_with_less_of_it(monkeypatch):
     assert 0 < max(taken) <= 2**20
 
 
-def test_where_nothing_can_be_pinned_the_link_is_measured_without(monkeypatch):
+def test_the_link_is_measured_without_pinned_memory(monkeypatch):
     def refused(tensor):
         raise RuntimeError("cannot pin")
 

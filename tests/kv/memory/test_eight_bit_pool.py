@@ -31,7 +31,7 @@ def store(pool: EightBitPool, tokens: int, seed: int) -> None:
     pool.total += tokens
 
 
-def test_no_page_lies_where_another_does_whatever_comes_and_goes():
+def test_pages_never_overlap():
     dice, pool = random.Random(0), EightBitPool(HostPool(G, torch.device("cpu"), 400))
     kept = [torch.zeros(2, 0, 24) for _ in range(2)]
     exact_again = 0
@@ -63,7 +63,7 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
     assert exact_again > 5
 
 
-def test_the_device_knows_where_pages_lie_that_were_put_in_place_of_others():
+def test_put_updates_the_pages_places():
     pool = EightBitPool(HostPool(G, torch.device("cpu"), 400))
     store(pool, 33, 0)
     pool.reserve(34)
@@ -73,7 +73,7 @@ def test_the_device_knows_where_pages_lie_that_were_put_in_place_of_others():
     assert pool.places[: len(pool._pages)].tolist() == pool._pages
 
 
-def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
+def test_a_pool_without_8_bit_pages_becomes_full_precision():
     run = EightBitRun(toy(page=8), "full").begun(10)
     state = run.kv.state
     run.set(False)
@@ -90,7 +90,7 @@ def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
     assert not run.kv.mode.report().badges
 
 
-def test_pages_stay_where_more_is_stored_than_the_context():
+def test_pages_survive_growth_beyond_the_context():
     pool = EightBitPool(HostPool(G, torch.device("cpu"), 40))
     reserved = pool.eight_bit.reserved
     store(pool, 40, 0)
@@ -115,7 +115,7 @@ def test_8_bit_pages_take_a_quarter_of_float32_and_half_of_bfloat16():
         assert pool.nbytes - held < share * exact.nbytes
 
 
-def test_a_host_without_memory_refuses_and_goes_on_exactly(monkeypatch):
+def test_quantizing_without_free_memory_is_refused(monkeypatch):
     from kvchat.errors import DoesNotFitError
 
     state = KVState(G, torch.device("cpu"), 400)
@@ -127,7 +127,7 @@ def test_a_host_without_memory_refuses_and_goes_on_exactly(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
-def test_memory_that_runs_out_anywhere_in_a_step_a_prefill_or_a_truncation_loses_nothing(mode):
+def test_no_tokens_are_lost_if_memory_runs_out(mode):
     params = {"budget": 80, "sink": 8, "window": 24} if mode == "speculative" else {}
     run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, **params).begun(93, 2)
     dice = random.Random(0)
@@ -164,7 +164,7 @@ def geometry(dtype: torch.dtype = torch.float32) -> Geometry:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_number_is_off_by_half_a_code_at_most(dtype):
+def test_dequantized_values_are_within_half_a_code(dtype):
     g = geometry(dtype)
     pages = torch.randn(3, 2, g.page, g.d, generator=torch.Generator().manual_seed(0)).to(dtype)
     pages[..., 0, :, 3] *= 100  # one channel of the keys is large in all tokens, and costs the others nothing
@@ -180,7 +180,7 @@ def test_a_number_is_off_by_half_a_code_at_most(dtype):
     assert (off <= scales / eight_bit_pages.LARGEST * (0.5 + slack)).all()
 
 
-def test_zeros_stay_zeros_and_rounding_twice_changes_nothing():
+def test_quantization_keeps_zeros_and_is_idempotent():
     g = geometry()
     assert not dequantize(quantize(torch.zeros(1, 2, g.page, g.d), g), g).any()
     blocks = quantize(torch.randn(1, 2, g.page, g.d, generator=torch.Generator().manual_seed(1)), g)

@@ -51,7 +51,7 @@ def pool_of(tokens: int, registrar: CudaRegistrar | None = None, **kwargs) -> Ho
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=30), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_its_size_is_that_of_what_it_holds_whichever_way_it_grew(growths, is_pinned):
+def test_pool_size_depends_only_on_the_tokens_held(growths, is_pinned):
     g = geometry(kv_heads=4, d=64, page=32)  # whose pages are whole pages of the system
     pool = HostPool(g, CPU, 30_000, Pins() if is_pinned else None)
     pool._step = min(pool._step, 512)
@@ -63,7 +63,7 @@ def test_its_size_is_that_of_what_it_holds_whichever_way_it_grew(growths, is_pin
         assert pool.nbytes == g.layers * layer_bytes(g, pool.capacity)
 
 
-def test_beyond_the_context_the_pool_moves_with_what_is_stored():
+def test_the_pool_moves_when_it_outgrows_the_context():
     pool = pool_of(300)
     written = filled(pool, 290)
     old = weakref.ref(pool._regions[0])
@@ -73,7 +73,7 @@ def test_beyond_the_context_the_pool_moves_with_what_is_stored():
     assert not pool.reserve(pool.reserved), "twice the address space: the next tokens move nothing"
 
 
-def test_reported_bytes_are_the_memory_taken_whatever_is_reserved():
+def test_reported_bytes_equal_resident_memory():
     pool = pool_of(100_000)
     pool.reserve(20_000)
     assert pool.nbytes < pool._regions[0].size
@@ -84,7 +84,7 @@ def test_reported_bytes_are_the_memory_taken_whatever_is_reserved():
     assert sum(map(resident, pool._regions)) == pool.nbytes
 
 
-def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
+def test_growth_beyond_free_memory_is_refused(monkeypatch):
     pool = pool_of(100_000)
     written = filled(pool, 1000)
     before = pool.capacity, pool.nbytes
@@ -99,7 +99,7 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
     assert not pool.reserve(50_000)
 
 
-def test_with_little_memory_growth_takes_what_is_needed_and_no_more(monkeypatch):
+def test_growth_takes_only_what_it_needs_if_memory_is_short(monkeypatch):
     pool = pool_of(100_000, Pins())
     pool.reserve(1000)
     page_bytes = 8 * pool.geometry.token_bytes
@@ -122,7 +122,7 @@ def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
     assert pool.reserve(1000)
 
 
-def test_a_move_that_ends_midway_leaves_the_pool_whole_and_pinned(monkeypatch):
+def test_an_interrupted_move_leaves_the_pool_intact(monkeypatch):
     pins = Pins()
     pool = pool_of(0, pins, layers=3)
     written, commit, calls = filled(pool, 100), PinnedRegion.commit, []
@@ -145,7 +145,7 @@ def test_a_move_that_ends_midway_leaves_the_pool_whole_and_pinned(monkeypatch):
         assert same(pool, layer, 100, *more[layer])
 
 
-def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatch):
+def test_scarce_address_space_is_reserved_only_as_needed(monkeypatch):
     real, asked = mmap.mmap, []
 
     def scarce(fileno, length, *args):
@@ -180,9 +180,7 @@ def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatc
     step=st.sampled_from([0, 2**16, 2**28]),
     growths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
 )
-def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
-    layers, kv_heads, d, d_v, page, dtype, context, step, growths
-):
+def test_pinned_segments_exactly_cover_the_used_memory(layers, kv_heads, d, d_v, page, dtype, context, step, growths):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_pool, "STEP_BYTES", step)
         pins = Pins()
@@ -209,7 +207,7 @@ def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
         assert seen <= set(pins.given_back)
 
 
-def test_steps_double_up_to_their_bound(monkeypatch):
+def test_growth_steps_double_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(host_pool, "STEP_BYTES", 2**20)
     pool = pool_of(100_000, Pins())
     sizes = [pool.nbytes]
@@ -225,7 +223,7 @@ def test_steps_double_up_to_their_bound(monkeypatch):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
-def test_a_refused_segment_makes_the_pool_pageable_until_it_grows_again(fails_at, elsewhere):
+def test_a_refused_segment_makes_the_pool_pageable_until_it_grows(fails_at, elsewhere):
     pins = Pins(fails_at, elsewhere)
     pool = HostPool(geometry(), CPU, 400, pins)
     assert pool.pinned == (fails_at > 2)
@@ -260,7 +258,7 @@ def cuda():
 
 
 @pytest.mark.cuda
-def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch):
+def test_a_gpu_reads_and_writes_across_segments(cuda, monkeypatch):
     monkeypatch.setattr(host_pool, "STEP_BYTES", 2**16)
     pool = HostPool(geometry(kv_heads=3, d=24, d_v=16, dtype=torch.bfloat16), cuda, 5000)
     assert pool.pinned, pool.pageable_reason
@@ -280,7 +278,7 @@ def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch)
 
 
 @pytest.mark.cuda
-def test_a_captured_graph_reads_what_was_pinned_after_its_capture(cuda):
+def test_a_captured_graph_reads_memory_pinned_later(cuda):
     pool = HostPool(geometry(), cuda, 50_000)
     filled(pool, 100)
     out = torch.zeros(1, 16, device=cuda)
@@ -297,7 +295,7 @@ def test_a_captured_graph_reads_what_was_pinned_after_its_capture(cuda):
 
 
 @pytest.mark.cuda
-def test_a_pageable_pool_reads_and_writes_the_same(cuda):
+def test_a_pageable_pool_reads_like_a_pinned_one(cuda):
     pins = Pins(fails_at=1, fails_for_good=True)
     pinned, pageable = HostPool(geometry(), cuda, 1000), HostPool(geometry(), cuda, 1000, pins)
     assert pinned.pinned

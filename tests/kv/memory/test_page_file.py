@@ -74,7 +74,7 @@ def usable(path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_was_written_is_read_back_bit_by_bit(tmp_path, dtype):
+def test_written_pages_are_read_back_bit_for_bit(tmp_path, dtype):
     file = written(tmp_path / "folder" / "a.kv", dtype=dtype)
     into = pages_of(TOKENS, dtype, seed=9)
     assert file.rows().tobytes() == rows_of(TOKENS).tobytes()
@@ -84,7 +84,7 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path, dtype):
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_conversation_that_goes_on_is_appended_to(tmp_path):
+def test_new_pages_are_appended(tmp_path):
     path = tmp_path / "a.kv"
     file = written(path, tokens=10)
     whole = HEADER_BYTES + 2 * file.record_bytes(False)
@@ -96,13 +96,13 @@ def test_a_conversation_that_goes_on_is_appended_to(tmp_path):
     assert len(file.rows()) == TOKENS
 
 
-def test_a_branch_cuts_off_what_followed(tmp_path):
+def test_a_branch_replaces_later_pages(tmp_path):
     file = written(tmp_path / "a.kv")
     file.write(1, rows_of(TOKENS, seed=5)[4:7], page_of(pages_of(TOKENS, seed=5), 1))
     assert file.rows()["id"].tolist() == [*rows_of(TOKENS)["id"][:4], *rows_of(TOKENS, seed=5)["id"][4:7]]
 
 
-def test_a_file_cut_anywhere_is_whole_up_to_there_or_refused(tmp_path):
+def test_truncated_files_keep_their_complete_pages(tmp_path):
     """What is left when the process is killed while it writes: any number of the last bytes is missing."""
     path = tmp_path / "a.kv"
     record, data = written(path).record_bytes(False), path.read_bytes()
@@ -112,7 +112,7 @@ def test_a_file_cut_anywhere_is_whole_up_to_there_or_refused(tmp_path):
         assert usable(path) == min(TOKENS, whole * PAGE)
 
 
-def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
+def test_changed_bytes_are_detected(tmp_path):
     path = tmp_path / "a.kv"
     record, data = written(path).record_bytes(False), path.read_bytes()
     places = random.Random(0).sample(range(len(data)), 120)
@@ -123,7 +123,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
         assert usable(path) == max(0, place - HEADER_BYTES) // record * PAGE
 
 
-def test_pages_of_two_histories_do_not_go_together(tmp_path):
+def test_pages_of_two_histories_are_not_mixed(tmp_path):
     one, other = tmp_path / "one.kv", tmp_path / "other.kv"
     record = written(one).record_bytes(False)
     written(other, seed=1)
@@ -140,21 +140,21 @@ def test_pages_of_two_histories_do_not_go_together(tmp_path):
         ({"model": "a"}, torch.float16, "another number format of K/V"),
     ],
 )
-def test_a_file_of_something_else_is_refused_with_the_difference(tmp_path, identity, dtype, reason):
+def test_files_of_another_model_or_format_are_rejected(tmp_path, identity, dtype, reason):
     path = written(tmp_path / "a.kv").path
     with pytest.raises(DamagedFileError, match=reason):
         PageFile(path, geometry(dtype), identity).rows()
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4" * 2000, b"KVCHATKV\xff\xff\xff\xff" + b"[" * 9000])
-def test_what_is_no_such_file_is_refused(tmp_path, data):
+def test_invalid_files_are_rejected(tmp_path, data):
     path = tmp_path / "a.kv"
     path.write_bytes(data)
     with pytest.raises(DamagedFileError, match="damaged"):
         PageFile(path, geometry(), {"model": "a"}).rows()
 
 
-def test_a_page_is_not_written_behind_those_of_another_history(tmp_path):
+def test_pages_are_not_appended_to_another_history(tmp_path):
     one = written(tmp_path / "a.kv", tokens=8)
     other = written(tmp_path / "a.kv", tokens=8, seed=1)  # another application, with the same conversation
     with pytest.raises(DamagedFileError, match="another history"):
@@ -162,7 +162,7 @@ def test_a_page_is_not_written_behind_those_of_another_history(tmp_path):
     assert other.rows()["id"].tolist() == rows_of(8, seed=1)["id"].tolist()
 
 
-def test_pages_written_between_rows_and_read_are_not_taken_for_those_of_the_rows(tmp_path):
+def test_pages_overwritten_after_rows_are_not_read(tmp_path):
     written(tmp_path / "a.kv")
     reader, into = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
     assert len(reader.rows()) == TOKENS
@@ -191,7 +191,7 @@ def killed_while_writing(path, seconds: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_file_whose_writer_was_killed_is_of_one_history_or_refused(tmp_path):
+def test_files_of_a_killed_writer_hold_one_history(tmp_path):
     moments = random.Random(0)
     for _ in range(15):
         path = tmp_path / "a.kv"
@@ -211,7 +211,7 @@ def test_a_file_whose_writer_was_killed_is_of_one_history_or_refused(tmp_path):
             assert page_of(into, page) == page_of(pages_of(TOKENS, seed=seed), page)
 
 
-def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
+def test_pages_are_not_appended_to_a_deleted_file(tmp_path):
     file = written(tmp_path / "a.kv")
     file.path.unlink()
     with pytest.raises(DamagedFileError):
@@ -219,7 +219,7 @@ def test_a_page_is_not_written_behind_pages_that_are_gone(tmp_path):
     assert not file.path.exists()
 
 
-def test_a_page_that_was_cut_off_inside_an_8_bit_one_stays_marked(tmp_path):
+def test_truncated_8_bit_pages_stay_marked(tmp_path):
     g, path = geometry(), tmp_path / "a.kv"
     file, rows = PageFile(path, g, {"model": "a"}), rows_of(TOKENS)
     for page in range(4):
@@ -246,7 +246,7 @@ def with_end(path) -> PageFile:
     return file
 
 
-def test_what_follows_the_pages_is_read_back(tmp_path):
+def test_the_query_and_states_are_read_back(tmp_path):
     with_end(tmp_path / "a.kv")
     file = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"})
     file.rows()
@@ -257,7 +257,7 @@ def test_what_follows_the_pages_is_read_back(tmp_path):
     assert file.end() == End()
 
 
-def test_a_changed_byte_of_the_end_is_noticed_wherever_it_is(tmp_path):
+def test_changed_bytes_of_the_query_and_states_are_detected(tmp_path):
     path = tmp_path / "a.kv"
     start, data = with_end(path).links[-1].end, path.read_bytes()
     for place in range(start, len(data)):
@@ -273,7 +273,7 @@ def test_a_changed_byte_of_the_end_is_noticed_wherever_it_is(tmp_path):
         assert set(good) < set(STATES)
 
 
-def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
+def test_one_file_holds_full_precision_and_8_bit_pages(tmp_path):
     g, path = Geometry(2, 2, 2, 4, 4, torch.bfloat16, PAGE), tmp_path / "a.kv"
     noise = torch.Generator().manual_seed(1)
     exact = [torch.randn((4, 2, 2, PAGE, 4), generator=noise).bfloat16() for _ in range(2)]

@@ -13,7 +13,7 @@ from kvchat.kv.memory import pinned
 from kvchat.kv.memory.pinned import HUGE_PAGE, CudaRegistrar, PinnedRegion
 
 
-def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
+def test_memory_is_unregistered_after_its_last_device_view():
     pins = Pins()
     region = PinnedRegion(3 * mmap.PAGESIZE)
     for size in (mmap.PAGESIZE, 3 * mmap.PAGESIZE):
@@ -28,7 +28,7 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
     assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
 
 
-def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
+def test_each_committed_huge_page_is_requested_once(monkeypatch):
     region, asked = PinnedRegion(4 * 3 * HUGE_PAGE, parts=4), []
     monkeypatch.setattr(pinned, "use_huge_pages", lambda memory: asked.append((memory.data_ptr(), memory.nbytes)))
     base, part = region.bytes.data_ptr(), 3 * HUGE_PAGE
@@ -42,7 +42,7 @@ def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
         assert sum(start <= page and page + HUGE_PAGE <= start + length for start, length in asked) == 1
 
 
-def test_the_system_makes_huge_pages_of_them_and_keeps_what_lies_there():
+def test_huge_pages_keep_their_contents():
     region = PinnedRegion(2 * 3 * HUGE_PAGE, parts=2)
     region.commit(2 * 3 * mmap.PAGESIZE)
     region.bytes[:9] = torch.arange(9)
@@ -65,7 +65,7 @@ def test_nothing_is_unregistered_at_exit():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_the_cuda_runtimes_answers(monkeypatch):
+def test_registration_calls_the_cuda_runtime_and_raises_its_errors(monkeypatch):
     """Without a GPU: what is asked of the runtime, in which order, and what its refusals become."""
     said: list[tuple[object, ...]] = []
     code = {"register": 0}
@@ -108,7 +108,7 @@ def cuda():
 
 
 @pytest.mark.cuda
-def test_a_refused_registration_leaves_no_error_behind(cuda):
+def test_a_refused_registration_leaves_no_cuda_error(cuda):
     registrar = CudaRegistrar(cuda)
     region = PinnedRegion(2 * mmap.PAGESIZE)
     region.commit(region.size)
@@ -125,7 +125,7 @@ def test_a_refused_registration_leaves_no_error_behind(cuda):
 # ---- Huge pages are asked for where they lie whole in the memory given, and nothing is lost
 
 
-def test_only_whole_ones_are_asked_for(monkeypatch):
+def test_only_whole_huge_pages_are_requested(monkeypatch):
     asked: list[tuple[int, int]] = []
 
     class Libc:
@@ -144,6 +144,6 @@ def test_only_whole_ones_are_asked_for(monkeypatch):
         assert all(address % HUGE_PAGE == 0 for address, _ in asked)
 
 
-def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
+def test_huge_pages_are_skipped_without_madvise(monkeypatch):
     monkeypatch.setattr(pinned, "_libc", lambda: None)
     pinned.use_huge_pages(torch.zeros(2 * HUGE_PAGE, dtype=torch.uint8))

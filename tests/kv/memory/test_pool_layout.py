@@ -20,7 +20,7 @@ PLAIN = ("plain", "plain")
 @pytest.mark.parametrize(
     ("row", "kwargs"), thinned(ROWS, [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
 )
-def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
+def test_reported_bytes_match_allocated_and_planned_bytes(row, kwargs):
     run = Run.of_row(row, toy(PLAIN, page=8, **kwargs)).begun(300)
     kv = run.kv
     allocated = sum(tensors_of(kv).values())
@@ -48,7 +48,7 @@ def test_device_bytes_stay_flat_once_the_budget_is_full(row):
     assert grew <= 30 * run.toy.geometry.token_bytes * 2
 
 
-def test_a_truncation_releases_what_follows_and_the_page_it_lies_in():
+def test_a_truncation_releases_later_tokens_and_the_cut_page():
     layout = Layout(1, 3, sink=2, window=9, pages=4, shared=False, pinned=3)
     slots = DeviceSlots(layout, Geometry(3, 8, 4, 16, 8, torch.float32, page=8), torch.device("cpu"))
     for position in range(30):
@@ -60,7 +60,7 @@ def test_a_truncation_releases_what_follows_and_the_page_it_lies_in():
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
-def test_the_lowest_free_indices_are_taken_and_given_back(steps):
+def test_the_lowest_free_indices_are_taken(steps):
     """As a set that grows would give them."""
     free, used = FreeList(3), {0, 1, 2}
     for gives_back, number in steps:
