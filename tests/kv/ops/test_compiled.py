@@ -16,12 +16,12 @@ from kvchat.kv.ops.selection import heaviest, mask_of, unread_part
 NONE = np.zeros(0, np.bool_)
 
 
-def test_they_are_what_a_cpu_uses():
+def test_the_cpu_uses_compiled_loops():
     assert cpu_ops.compiled_loops() is pages
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
-def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
+def test_torch_is_used_if_numba_cannot_be_loaded(error, monkeypatch):
     class Refusing:
         @staticmethod
         def find_spec(name, *_):
@@ -35,7 +35,7 @@ def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])
-def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
+def test_loops_compile_without_a_cache_folder(folder, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", folder)
 
     @loops.compiled("void(f4[::1])")
@@ -48,14 +48,14 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
     assert numbers.tolist() == [0, 2, 4]
 
 
-def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot():
+def test_equal_pages_are_taken_in_order_and_keep_their_slots():
     scores = np.zeros((1, 2, 9), np.float32)
     resident, placed = np.array([[7, 4, EMPTY, 3]]), np.zeros((1, 4), np.int64)
     pages.choose(scores, 3, 8, resident, placed)
     assert placed.tolist() == [[5, 4, 6, 3]]
 
 
-def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_below():
+def test_softmax_is_accurate_to_the_last_place():
     spread = np.linspace(-85, 0, 4001, dtype=np.float32)
     scores = np.concatenate([spread, np.float32([-300, -1e30, -np.inf])])
     weights, powers = np.ones(len(scores), np.float32), np.empty(len(scores), np.float32)
@@ -66,7 +66,7 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
 
 
 @pytest.mark.parametrize("scores", [[np.nan, np.inf, np.inf], [np.inf, np.inf], [-np.inf, -np.inf], [np.nan] * 20])
-def test_numbers_that_are_none_end_nothing(scores):
+def test_nan_and_infinite_numbers_do_not_crash(scores):
     weights = np.zeros(len(scores), np.float32)
     pages.add_softmax(np.float32(scores), weights, np.empty_like(weights))
     query = np.full((1, 2, 4), scores[0], np.float32)
@@ -81,7 +81,7 @@ def test_numbers_that_are_none_end_nothing(scores):
 
 @pytest.mark.parametrize("left_over", [0, 3])
 @pytest.mark.parametrize("far", [8, 9, 1])
-def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
+def test_the_best_tokens_are_listed_at_any_distance(far, left_over):
     """Also where each lies in a block of its own, as in a long conversation."""
     k, first, n = 20, 4, 8 * 300 + left_over
     bits = np.full(-(-n // tokens.LANES) * tokens.LANES, -5, np.int32)
@@ -96,7 +96,7 @@ def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
 
 
 @pytest.mark.parametrize("compresses", [False, tokens.COMPRESSES])
-def test_the_same_is_kept_with_and_without_the_instruction_for_it(compresses, monkeypatch):
+def test_keep_gives_the_same_without_the_compress_instruction(compresses, monkeypatch):
     monkeypatch.setattr(tokens, "COMPRESSES", compresses)
     keep = tokens._keep
 
@@ -116,13 +116,13 @@ def test_the_same_is_kept_with_and_without_the_instruction_for_it(compresses, mo
 
 
 @pytest.mark.parametrize("scores", [[-3.5, -2.25, -8], [-1, 0, 1e30, 5], [-np.inf, -1e30], [-0.0]])
-def test_the_highest_score_is_found_below_and_above_zero(scores):
+def test_the_highest_score_is_found(scores):
     assert tokens._highest(np.float32(scores)) == max(np.float32(scores))
 
 
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(threads, joins):
+def test_selection_and_attention_are_exact_with_any_number_of_threads(threads, joins):
     generator = torch.Generator().manual_seed(threads)
     heads, group, d, n, k = 3, 2, 16, 1000, 300
     keys, values = torch.randn((2, heads, n, d), generator=generator).unbind()
@@ -166,7 +166,7 @@ def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(thr
         assert table[:, : wanted.shape[1]].tolist() == wanted.tolist()
 
 
-def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatch):
+def test_loops_have_one_thread_without_a_usable_openmp(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert not loops._has_threads()
@@ -175,7 +175,7 @@ def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatc
 
 
 @pytest.mark.skipif(not loops.HAS_THREADS, reason="no OpenMP here")
-def test_a_loop_asks_for_no_more_threads_than_there_are():
+def test_loops_use_no_more_threads_than_available():
     loops.use_threads(10_000)
     assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
     loops.use_threads(1)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loops", ["compiled", "without numba"])
-def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
+def test_every_operation_matches_the_reference(shape, dtype, loops, monkeypatch):
     monkeypatch.setattr(cpu_ops, "MANY", 1)
     if loops != "compiled":
         monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
@@ -32,7 +32,7 @@ def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monke
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 19), (3, 12), (5, 8), (7, 7), (4, 3), (1, -3)])
-def test_choices_are_the_references_however_few_candidates_there_are(first, last):
+def test_selections_match_the_reference_with_few_candidates(first, last):
     g = geometry_of("many", torch.float32)
     reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
     draw = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
 
 
 @pytest.mark.parametrize("window", [None, 5, 1000])
-def test_a_heads_own_table_opens_what_the_reference_opens(window):
+def test_per_head_tables_match_the_reference(window):
     g = geometry_of("many", torch.float32)
     reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
     tables = [DeviceSlots(Layout(0, 2, sink=4, window=60, shared=False), g, CPU) for _ in range(2)]
@@ -84,7 +84,7 @@ MODES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_read_and_computed_stays_the_references(mode, dtype, monkeypatch):
+def test_loops_that_take_over_match_the_reference(mode, dtype, monkeypatch):
     monkeypatch.setattr(cpu_ops, "MANY", 1)
     monkeypatch.setattr(cpu_ops, "awaited", {})
     named = [name for name in vars(cpu_ops).values() if isinstance(name, str) and name.startswith(f"{cpu_ops.LOOPS}.")]

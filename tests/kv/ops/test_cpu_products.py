@@ -37,7 +37,7 @@ def check(made, query, weights, keys, values):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [2048, 2561, 3071])
 @pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
-def test_over_many_tokens(heads, group, d, n, threads, dtype):
+def test_products_over_many_tokens(heads, group, d, n, threads, dtype):
     """Of a room of which only some tokens, and of each only some numbers, are read."""
     assert n >= cpu_ops.MANY
     draw = torch.Generator().manual_seed(n)
@@ -51,7 +51,7 @@ def test_over_many_tokens(heads, group, d, n, threads, dtype):
         torch.set_num_threads(before)
 
 
-def test_over_many_tokens_of_a_layer_with_learned_sinks():
+def test_products_with_learned_sinks():
     """A token's weights are then not all of its softmax: they do not lie in a row."""
     draw, n = torch.Generator().manual_seed(3), cpu_ops.MANY
     keys, values = torch.randn((2, 2, n, 8), generator=draw)
@@ -67,7 +67,7 @@ def test_over_many_tokens_of_a_layer_with_learned_sinks():
 @pytest.mark.parametrize(
     ("heads", "group", "d", "room"), [(1, 1, 5, 5), (2, 4, 24, 40), (4, 2, 64, 64), (2, 7, 96, 99)]
 )
-def test_over_scattered_tokens_with_their_weights(heads, group, d, room, tokens, dtype):
+def test_attention_over_scattered_tokens_returns_weights(heads, group, d, room, tokens, dtype):
     """Heads lie apart, rows are wider than they are read, and what is named has gaps."""
     draw, spec = torch.Generator().manual_seed(tokens + d), AttentionSpec(0.3)
     keys, values = (torch.randn(heads, 1000, room, generator=draw).to(dtype)[:, :900, :d] for _ in range(2))
@@ -90,7 +90,7 @@ def test_over_scattered_tokens_with_their_weights(heads, group, d, room, tokens,
 @pytest.mark.parametrize(
     ("heads", "group", "d_k", "d_v", "page"), [(1, 1, 4, 4, 4), (2, 3, 32, 24, 8), (4, 2, 64, 64, 32)]
 )
-def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, page, first, last, dtype):
+def test_products_over_full_precision_and_8_bit_pages(heads, group, d_k, d_v, page, first, last, dtype):
     g = Geometry(1, heads * group, heads, d_k, d_v, dtype, page, unified=True)
     draw, pages = torch.Generator().manual_seed(page), -(-last // page)
     exact = torch.randn(2, heads, (pages + 3) * page, d_k, generator=draw).to(dtype)
@@ -109,7 +109,7 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     check(made, query, weights, keys, values)
 
 
-def test_what_loops_cannot_read_is_left_to_torch():
+def test_misaligned_8_bit_pages_are_left_to_torch():
     g = Geometry(1, 4, 2, 5, 5, torch.float32, page=5, unified=True)
     table = torch.zeros(1, 3, dtype=torch.int32)
     pages = torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2)
@@ -119,7 +119,7 @@ def test_what_loops_cannot_read_is_left_to_torch():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
-def test_a_part_of_attention_has_the_logarithm_of_its_sum(dtype, softcap):
+def test_partial_attention_returns_its_log_sum(dtype, softcap):
     draw, spec = torch.Generator().manual_seed(1), AttentionSpec(0.3, softcap=softcap)
     query, keys, values = (torch.randn(2, n, d, generator=draw).to(dtype) for n, d in ((3, 20), (700, 20), (700, 24)))
     table, sinks = torch.arange(9, 700, dtype=torch.int32).expand(2, -1), torch.randn(2, 3, generator=draw)
@@ -133,13 +133,13 @@ def test_a_part_of_attention_has_the_logarithm_of_its_sum(dtype, softcap):
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_few_tokens_never_ask_for_numba(monkeypatch):
+def test_few_tokens_do_not_use_numba(monkeypatch):
     monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: pytest.fail("asked"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))
     assert cpu_ops.in_a_row(rows, rows).scores(rows[:, :3]).shape == (2, 3, cpu_ops.MANY - 1)
 
 
-def test_numba_leaves_the_threads_of_torch_as_they_are():
+def test_numba_does_not_change_torchs_threads():
     """Both share one OpenMP, which numba tells to take every processor: beside others all of torch would wait."""
     script = (
         "import torch; from kvchat.kv.ops.cpu_ops import MANY, in_a_row; rows = torch.ones((1, MANY, 8));"
@@ -161,7 +161,7 @@ LAYERS = [(None, None, False), (100, None, True), (1, 5.0, False), (4000, None, 
 
 
 @pytest.mark.parametrize(("layer", "shape", "dtype"), pairwise(LAYERS, SHAPES, [*cpu_ops.KNOWN]), ids=str)
-def test_rows_attend_to_what_each_of_them_sees(layer, shape, dtype):
+def test_each_row_attends_to_the_tokens_it_sees(layer, shape, dtype):
     (window, softcap, has_sinks), (heads, group, d_k, d_v) = layer, shape
     draw = torch.Generator().manual_seed(1)
     spec = AttentionSpec(d_k**-0.5, window, softcap, torch.randn(heads * group, generator=draw) if has_sinks else None)
@@ -174,7 +174,7 @@ def test_rows_attend_to_what_each_of_them_sees(layer, shape, dtype):
         assert (found.double() - causal(query, keys, values, start, spec)).abs().max() < CLOSE[dtype]
 
 
-def test_what_lies_behind_the_last_token_is_not_read():
+def test_memory_after_the_last_token_is_not_read():
     draw = torch.Generator().manual_seed(2)
     room = torch.randn((2, 2, 2200, 32), generator=draw)
     room[:, :, 2103:] = float("nan")
@@ -185,7 +185,7 @@ def test_what_lies_behind_the_last_token_is_not_read():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 13, 16])
-def test_rows_are_multiplied_together(monkeypatch, count):
+def test_a_few_rows_are_multiplied_together(monkeypatch, count):
     monkeypatch.setattr(rows, "in_blocks", lambda: True)
     draw = torch.Generator().manual_seed(3)
     for outputs, size in ((20, 48), (512, 1536)):
@@ -196,7 +196,7 @@ def test_rows_are_multiplied_together(monkeypatch, count):
         assert torch.equal(rows.linear(x, weight, bias), found)
 
 
-def test_other_shapes_are_left_to_torch(monkeypatch):
+def test_unsupported_shapes_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(rows, "in_blocks", lambda: True)
     for outputs, size in ((10, 48), (20, 50)):
         x, weight = torch.randn(3, size), torch.randn(outputs, size)

@@ -29,7 +29,7 @@ def wanted_of(row: torch.Tensor) -> set[int]:
     return set(row.tolist()) - {EMPTY}
 
 
-def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
+def test_resident_pages_keep_their_slot_and_every_page_has_one(draw):
     for _ in range(50):
         wanted, resident = (distinct(draw, HEADS, 6, 10) for _ in range(2))
         placed = selection.assign_slots(wanted, resident, 10, reuse=True)
@@ -39,7 +39,7 @@ def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
             assert torch.equal(now[stays], held[stays])
 
 
-def test_tokens_take_empty_slots_best_first_and_the_last_wait(draw):
+def test_tokens_take_empty_slots_best_first(draw):
     for _ in range(50):
         wanted, resident = distinct(draw, HEADS, 6, 20), distinct(draw, HEADS, 9, 20)
         placed = selection.assign_slots(wanted, resident, 20)
@@ -53,7 +53,7 @@ def test_tokens_take_empty_slots_best_first_and_the_last_wait(draw):
             assert (now[(held >= 0) & ~kept] == EMPTY).all(), "attention may be reading what left"
 
 
-def test_codes_make_the_mass_of_a_page_too_high_by_about_the_excess():
+def test_codes_overestimate_page_mass_by_about_the_excess():
     generator = torch.Generator().manual_seed(0)
     keys, query = torch.randn((1, 32 * 4000, 16), generator=generator), torch.randn((1, 16), generator=generator)
     index = key_codes.encode(keys, 32, 2)
@@ -68,7 +68,7 @@ def test_codes_make_the_mass_of_a_page_too_high_by_about_the_excess():
 
 
 @pytest.mark.parametrize(("row", "unified"), [*((row, True) for row in CORE), ("full-resident", False)])
-def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
+def test_every_mode_over_8_bit_pages_matches_dense_attention(row, unified):
     run = EightBitRun.of_row(row, toy(("plain", "plain"), kv_heads=2, group=3, d_v=24, page=8, unified=unified))
     run.prefill(90, chunk=37)
     run.step(17)
@@ -83,7 +83,7 @@ def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", ["full", "full-resident", "speculative"])
-def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
+def test_8_bit_pages_work_with_windows_softcaps_and_sinks(row, dtype):
     run = EightBitRun.of_row(row, toy(MIXED, page=8, dtype=dtype, unified=row == "full"))
     run.prefill(90, chunk=50)
     run.step(20)
@@ -91,7 +91,7 @@ def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
 
 
 @pytest.mark.parametrize("row", ["full", "streaming", "freeze", "sync", "speculative"])
-def test_pages_of_both_kinds_are_one_conversation_through_every_switch_pinned_messages_too(row):
+def test_mixed_pages_survive_switches_with_pinned_messages(row):
     run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), "full", quantizes=False)
     mode, params = ROWS[row]
     run.prefill(70)
@@ -117,7 +117,7 @@ def test_pages_of_both_kinds_are_one_conversation_through_every_switch_pinned_me
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "sync", "freeze"])
-def test_steps_that_ask_nothing_read_the_same(row):
+def test_steps_without_readback_match_the_reference(row):
     runs = [EightBitRun.of_row(row, toy(("plain", "plain"), kv_heads=2, group=2, page=8)) for _ in range(2)]
     for run, path in zip(runs, (lambda kv: None, as_on_a_gpu), strict=True):
         run.prefill(90)

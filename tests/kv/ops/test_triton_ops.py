@@ -31,7 +31,7 @@ def with_kernels(run):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("row", CASES)
-def test_sets_and_outputs_are_the_references(row):
+def test_sets_and_outputs_match_the_reference(row):
     kinds = ("plain", "plain", "window") if row in FIRST.values() else ("plain", "sinks")
     run = with_kernels(Run.of_row(row, toy(kinds, d_k=20, d_v=24, page=8, seed=3)))
     run.prefill(100, chunk=60)
@@ -44,7 +44,7 @@ def test_sets_and_outputs_are_the_references(row):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_switch_in_the_middle_with_softcaps_and_bfloat16():
+def test_switches_work_with_softcaps_and_bfloat16():
     made = toy(("plain", "softcap"), page=8, dtype=torch.bfloat16)
     run = with_kernels(Run(made, "full"))
     run.prefill(90)
@@ -118,7 +118,7 @@ def check_outputs(gpu, outputs):
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", WIDE)
-def test_a_long_answer_on_the_gpu(mode, dtype):
+def test_long_answers_on_a_gpu_match_dense_attention(mode, dtype):
     gpu = Gpu(wide(dtype), mode)
     gpu.prefill(1500)
     for step in range(400):

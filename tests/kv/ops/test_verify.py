@@ -19,12 +19,12 @@ def tried_anew():
 
 
 @pytest.mark.parametrize(("group", "d", "dtype"), PLAIN_CELLS, ids=str)
-def test_right_kernels_pass_at_heads_of_todays_models(group, d, dtype, device):
+def test_correct_kernels_pass_at_heads_of_todays_models(group, d, dtype, device):
     """Three of the forty cells, all of them in the long form."""
     assert verify.kernel_failure(Geometry(1, 2 * group, 2, d, d, dtype), device) == ""
 
 
-def test_right_kernels_pass_where_values_are_narrower_than_keys(device):
+def test_correct_kernels_pass_with_narrow_values(device):
     assert verify.kernel_failure(Geometry(1, 6, 3, 24, 16, torch.bfloat16, page=8, headroom=8), device) == ""
 
 
@@ -46,7 +46,7 @@ def test_kernels_that_do_nothing_are_named(device, monkeypatch):
     assert {"append", "update_bounds", "open_pages", "move_pages", "move_tokens", "move_shared"} <= {*wrong}
 
 
-def test_wrong_choices_are_named(device, monkeypatch):
+def test_wrong_selections_are_named(device, monkeypatch):
     for verb in ("page_scores", "needs_correction", "choose"):
         right = getattr(select, verb)
         monkeypatch.setattr(select, verb, lambda *args, right=right: right(*args) * 0)
@@ -65,7 +65,7 @@ def test_wrong_attention_is_named(device, monkeypatch):
     assert failure.startswith("wrong results on this machine: attend")
 
 
-def test_what_triton_raises_is_told(device, monkeypatch):
+def test_triton_errors_are_reported(device, monkeypatch):
     def fails(*_args, **_options):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
@@ -82,7 +82,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 
 
 @pytest.mark.parametrize(("group", "d", "dtype"), ROUNDED_CELLS, ids=str)
-def test_every_kernel_is_stock_torch_at_heads_of_todays_models(group, d, dtype, device):
+def test_8_bit_kernels_match_torch_at_heads_of_todays_models(group, d, dtype, device):
     """Two of the forty cells, all of them in the long form."""
     g = Geometry(1, 2 * group, 2, d, d, dtype, headroom=32)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def test_every_kernel_is_stock_torch_at_heads_of_todays_models(group, d, dtype, 
     assert measured["move_pages"][2] > 0
 
 
-def test_rows_that_are_narrower_and_small_pages(device):
+def test_8_bit_kernels_pass_with_narrow_values_and_small_pages(device):
     g = Geometry(1, 6, 3, 24, 16, torch.float16, page=8, headroom=8)
     with torch.inference_mode():
         assert verify.kernel_failure(g, device, quantizes=True) == ""

@@ -41,7 +41,7 @@ def layouts(heads):
     ],
     ids=str,
 )
-def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
+def test_outputs_weights_and_read_counts_match_torch(shape, kind, dtype, device):
     if dtype is torch.float32 and device.type == "cuda":
         pytest.skip("the GPU's matrix products round float32")
     g = geometry_of(shape, dtype)
@@ -76,7 +76,7 @@ def test_outputs_weights_and_what_was_read(shape, kind, dtype, device):
     ],
     ids=str,
 )
-def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, device):
+def test_spilled_tokens_are_read_from_the_host_pool(shape, kind, dtype, device):
     if dtype is torch.float32 and device.type == "cuda":
         pytest.skip("the GPU's matrix products round float32")
     g = geometry_of(shape, dtype)
@@ -126,7 +126,7 @@ def stage(slots, host, layer, staged):
     slots.staged_layer = layer
 
 
-def test_slots_that_may_not_be_read_may_hold_anything(device):
+def test_empty_slots_may_hold_anything(device):
     g = geometry_of("wide", torch.bfloat16)
     _, side = sides(g, device, Layout(0, LAYERS, 0, 96), tokens=TOKENS)
     (slots,) = side.slots
@@ -136,7 +136,7 @@ def test_slots_that_may_not_be_read_may_hold_anything(device):
     assert torch.equal(weights.best()[0] == 0, slots.table[0, 0] == EMPTY)
 
 
-def test_a_head_that_may_read_nothing_attends_to_nothing(device):
+def test_a_head_without_tokens_returns_zeros(device):
     g = geometry_of("plain", torch.float16)
     _, side = sides(g, device, Layout(0, LAYERS, 0, 40, shared=False), tokens=TOKENS)
     (slots,) = side.slots
@@ -151,7 +151,7 @@ def test_a_head_that_may_read_nothing_attends_to_nothing(device):
 
 
 @pytest.mark.parametrize(("programs", "dtype"), thinned([1, 7, 1000], [torch.bfloat16, torch.float16]), ids=str)
-def test_any_number_of_programs_comes_to_the_same(programs, dtype, device):
+def test_outputs_do_not_depend_on_the_number_of_programs(programs, dtype, device):
     g = geometry_of("plain", dtype)
     expected, measured = sides(g, device, Layout(0, LAYERS, 0, 900), tokens=1000, exact=True)
     measured.ops.programs = programs

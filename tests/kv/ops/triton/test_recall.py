@@ -40,7 +40,7 @@ def moved_alike(both, move):
 
 
 @pytest.mark.parametrize(("case", "dtype"), thinned([*product(SHAPES, (1, 5))], [*TOLERANCE]), ids=str)
-def test_pages(case, dtype, device):
+def test_page_moves_match_torch(case, dtype, device):
     shape, ctas = case
     g = geometry_of(shape, dtype)
     heads = picked(ctas == 5, g.kv_heads)
@@ -58,7 +58,7 @@ def test_pages(case, dtype, device):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
-def test_tokens(shape, dtype, device):
+def test_token_moves_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     heads = picked(dtype is torch.float16, g.kv_heads)
     layout = Layout(0, LAYERS, 5, 100, shared=False, heads=heads)
@@ -78,7 +78,7 @@ def test_tokens(shape, dtype, device):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
-def test_tokens_shared_by_layers_and_heads(shape, dtype, device):
+def test_shared_token_moves_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
     targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
@@ -106,13 +106,13 @@ def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
     assert counters.tolist() == [12 * g.page + 12] * 2
 
 
-def test_the_fewest_programs_that_are_nearly_the_fastest():
+def test_calibration_takes_the_fewest_nearly_fastest_programs():
     assert recall.calibrate_ctas({1: 8.5, 2: 16.6, 4: 29.3, 8: 48.2, 16: 49.4, 32: 49.6}) == 8
     assert recall.calibrate_ctas({1: 5.0, 2: 5.1}) == 1
 
 
 @pytest.mark.cuda
-def test_recall_is_measured_in_little_time_and_moves_what_it_says(device):
+def test_recall_rates_are_measured_on_real_copies(device):
     pages, p, d = 64, 32, 128
     source = torch.randn(pages, 2, p, d).half().pin_memory()
     target = torch.zeros(2, pages, p, d, dtype=torch.float16, device=device)
@@ -122,7 +122,7 @@ def test_recall_is_measured_in_little_time_and_moves_what_it_says(device):
     assert recall.measured_ctas(torch.device("cuda", 0)) in recall.CTAS
 
 
-def test_what_is_empty_stays_as_it_is(device):
+def test_empty_entries_move_nothing(device):
     g = geometry_of("one", torch.bfloat16)
     _, side = sides(g, device, Layout(0, LAYERS, 5, 20, pages=2, shared=False))
     (slots,) = side.slots
@@ -149,7 +149,7 @@ def layouts(heads):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
-def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, device):
+def test_new_tokens_are_written_to_slots_and_host_pool(shape, dtype, device):
     g = geometry_of(shape, dtype)
     for places in layouts(g.kv_heads):
         written = []
@@ -169,7 +169,7 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
-def test_bounds_widen(shape, dtype, device):
+def test_bounds_widen_as_in_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = (PageBounds(g, device) for _ in range(2))
     ops = sides(g, device)

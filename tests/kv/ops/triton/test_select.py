@@ -21,7 +21,7 @@ def ops_of(shape, device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
-def test_page_scores(shape, dtype, device):
+def test_page_scores_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = sides(g, device, tokens=290, exact=True)
     bounds = PageBounds(g, device)
@@ -37,7 +37,7 @@ def test_page_scores(shape, dtype, device):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
-def test_heads_to_correct(shape, dtype, device):
+def test_heads_to_correct_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = ops_of(shape, device, dtype)
     query = noise(1, device, dtype, g.q_heads, g.d_k)
@@ -72,7 +72,7 @@ def check_choice(scores, candidates, resident, flagged, placed):
 
 
 @pytest.mark.parametrize(("pages", "k"), [(5, 3), (3, 9), (70, 1), (200, 20), (1000, 70), (9, 9)])
-def test_the_best_pages_are_chosen_and_what_stays_does_not_move(pages, k, device):
+def test_the_best_pages_are_selected_and_keep_their_slots(pages, k, device):
     _, ops = ops_of("odd", device)
     resident = torch.full((3, k), EMPTY, device=device)
     for step in range(4):
@@ -88,7 +88,7 @@ def test_the_best_pages_are_chosen_and_what_stays_does_not_move(pages, k, device
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_equal_weights_and_weights_of_zero(data):
+def test_ties_and_underflow_still_fill_the_selection(data):
     """Where weights tie or underflow there are still as many pages as wanted, none twice."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, ops = ops_of("one", device)
@@ -102,7 +102,7 @@ def test_equal_weights_and_weights_of_zero(data):
     check_choice(scores, candidates, resident, None, ops.choose(scores, candidates, resident))
 
 
-def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
+def test_selections_too_large_for_one_program_are_left_to_torch(device, monkeypatch):
     _, ops = ops_of("one", device)
     calls = []
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
         assert len(calls) == asked
 
 
-def test_open_pages(device):
+def test_opened_pages_match_torch(device):
     g = geometry_of("odd", torch.float16)
     layout = Layout(0, LAYERS, 4, 20, pages=7, shared=False)
     both = sides(g, device, layout)

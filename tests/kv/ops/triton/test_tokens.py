@@ -32,7 +32,7 @@ def index_of(keys, page, bits, tokens):
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
-def test_keys_are_put_in_the_codes_that_torch_gives_them(heads, group, d, bits, dtype, page, n, k, sight, device):
+def test_key_codes_match_torch(heads, group, d, bits, dtype, page, n, k, sight, device):
     stored = noise(0, device, dtype, heads, n + 5, d + 3)
     stored = stored.to(key_codes.edge_dtype(dtype)).to(dtype)  # Triton's interpreter cuts off where a GPU rounds
     stored[0, :page] = stored[0, 0, 0]  # no channel of the page spans anything
@@ -42,7 +42,7 @@ def test_keys_are_put_in_the_codes_that_torch_gives_them(heads, group, d, bits, 
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
-def test_scores_and_choices(heads, group, d, bits, dtype, page, n, k, sight, device):
+def test_scores_and_selections_match_torch(heads, group, d, bits, dtype, page, n, k, sight, device):
     room = n + 3 * page
     index = index_of(noise(0, device, dtype, heads, n, d), page, bits, room)
     query = 2 * noise(1, device, dtype, heads * group, d)
@@ -94,7 +94,7 @@ def check_unread(scores, masked, placed, excess, means, measured):
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_of_equal_tokens_the_first_are_chosen(data):
+def test_the_first_of_equal_tokens_are_selected(data):
     """Also where weights underflow to zero, with any tokens resident."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     page, pages, k = 8, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
@@ -120,7 +120,7 @@ def test_of_equal_tokens_the_first_are_chosen(data):
 
 
 @pytest.mark.parametrize("k", [30, 128])
-def test_more_than_one_program_can_choose_among_come_together(k, device, monkeypatch):
+def test_selections_from_several_chunks_are_merged(k, device, monkeypatch):
     """The best of the best of chunks are the best of all."""
     sizes = {"FEWEST": 512, "MOST": 512, "CHUNK": 256, "PER_WARP": 128, "PER_WARP_OF_CHUNK": 64, "PAGES": 2}
     for name, value in sizes.items():
@@ -137,7 +137,7 @@ def test_more_than_one_program_can_choose_among_come_together(k, device, monkeyp
     check_unread(scores, nothing, placed, excess, means, unread)
 
 
-def test_where_nothing_may_be_chosen_all_slots_empty(device):
+def test_slots_are_emptied_if_nothing_may_be_selected(device):
     index = index_of(noise(0, device, torch.float16, 1, 64, 32), 32, 4, 96)
     hidden = torch.ones(96, dtype=torch.bool, device=device)
     resident = torch.tensor([[5, 9, EMPTY]], dtype=torch.int32, device=device)
