@@ -47,7 +47,7 @@ def spec_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int
 )
 @settings(max_examples=60)
 @example(2, 2, 30, 0, None, None, False, (16, 16), torch.float32, 2**22)
-def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap, sinks, width, dtype, block):
+def test_every_kernel_matches_dense_attention(heads, group, n, start, window, softcap, sinks, width, dtype, block):
     spec = spec_of(window, softcap, sinks, heads * group)
     q, k, v = drawn(heads, group, n, start, *width, dtype)
     plain = softcap is None and not sinks
@@ -66,7 +66,7 @@ def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap
 
 @pytest.mark.parametrize("kernel", [Kernel.MASKED, Kernel.SCORES])
 @pytest.mark.parametrize("window", [None, 100])
-def test_masks_and_scores_are_bounded_whatever_is_stored(kernel, window, monkeypatch):
+def test_mask_and_score_memory_is_bounded(kernel, window, monkeypatch):
     sizes = []
     bias = attention.causal_bias
 
@@ -84,7 +84,7 @@ def test_masks_and_scores_are_bounded_whatever_is_stored(kernel, window, monkeyp
     assert min(sizes[:-1]) > 2000 or window is None  # and blocks are as large as they may be
 
 
-def test_a_block_reads_only_the_keys_that_some_query_of_it_sees(monkeypatch):
+def test_a_block_reads_only_keys_visible_to_its_queries(monkeypatch):
     seen = []
     masked = attention._masked
 
@@ -100,7 +100,7 @@ def test_a_block_reads_only_the_keys_that_some_query_of_it_sees(monkeypatch):
     assert seen == [(40, 103), (40, 103), (20, 83), (40, 540), (40, 580), (20, 600)]
 
 
-def test_the_mask_of_flash_attention_takes_no_memory():
+def test_the_flash_attention_mask_takes_no_memory():
     """torch's own constructor allocates 2 * n * total float32: for a prompt of 128K tokens 128 GiB."""
     q, k, v = drawn(1, 1, 3, 4, 8, 8, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ def test_the_mask_of_flash_attention_takes_no_memory():
 @pytest.mark.parametrize("d", [64, 128, 80, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", [(None, None, False), (300, None, False), (None, 2.0, False), (300, None, True)])
-def test_a_gpu_is_exact_and_takes_no_more_than_it_says(start, d, dtype, spec):
+def test_gpu_attention_is_exact_within_its_workspace(start, d, dtype, spec):
     layer = spec_of(*spec, 8)
     q, k, v = (x.cuda() for x in drawn(2, 4, 1500, start, d, d, dtype))
     sinks = None if layer.sinks is None else layer.sinks.cuda()
@@ -162,7 +162,7 @@ def session():
 
 
 @pytest.mark.parametrize("error", SHORTAGES, ids=repr)
-def test_a_shortage_is_explained(session, error):
+def test_out_of_memory_errors_are_explained(session, error):
     assert is_out_of_memory(error)
     with pytest.raises(OutOfMemoryError) as caught, explained(session._kv, "answering"):
         raise error
@@ -170,7 +170,7 @@ def test_a_shortage_is_explained(session, error):
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
-def test_another_error_stays_what_it_is(session, error):
+def test_other_errors_are_not_changed(session, error):
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)), explained(session._kv, "answering"):
         raise error
@@ -188,7 +188,7 @@ def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 10
         return prefill.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, [torch.device("cpu")])
 
 
-def test_bytes_of_a_prefill_of_an_8b_model():
+def test_prefill_bytes_of_an_8b_model():
     """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
     layer = 32768 * 8 * 2 * 128 * 2
     assert prefill.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
@@ -197,13 +197,13 @@ def test_bytes_of_a_prefill_of_an_8b_model():
     assert both == 2 * layer + 8192 * 140_000 + PREFILL_WORKSPACE
 
 
-def test_the_chunk_is_the_largest_of_which_two_would_fit():
+def test_the_plan_takes_the_largest_chunk_that_fits_twice():
     sizes = {free: planned(free * 10**9) for free in (1, 2, 3, 4, 6, 80)}
     assert sizes == {1: 512, 2: 4096, 3: 8192, 4: 8192, 6: 16384, 80: 16384}
 
 
 @given(free=st.integers(10**8, 10**11), stored=st.integers(0, 10**5), new=st.integers(1, 10**5))
-def test_a_chunk_fits_or_is_refused(free, stored, new):
+def test_planned_chunks_fit_in_free_memory(free, stored, new):
     try:
         chunk = planned(free, stored, new)
     except DoesNotFitError:
@@ -215,13 +215,13 @@ def test_a_chunk_fits_or_is_refused(free, stored, new):
     assert first <= prefill.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
 
 
-def test_a_short_prompt_needs_no_more_than_its_tokens():
+def test_short_prompts_need_memory_only_for_their_tokens():
     assert planned(310 * 10**6, new=10) == 512
     with pytest.raises(DoesNotFitError):
         planned(310 * 10**6, new=512)
 
 
-def test_a_refusal_tells_the_numbers():
+def test_refusals_state_the_numbers():
     with pytest.raises(DoesNotFitError) as refused:
         planned(5 * 10**8, stored=30_000)
     told = str(refused.value)
@@ -230,7 +230,7 @@ def test_a_refusal_tells_the_numbers():
 
 
 @pytest.mark.parametrize("delta", [100_000, 10_000_000])
-def test_angles_stay_exact_far_from_the_start(delta):
+def test_rotation_stays_exact_at_large_offsets(delta):
     rotation = Rotation(10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
     keys = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
     moved = rotate(keys, rotation, *cos_sin(rotation, delta))

@@ -85,7 +85,7 @@ def possible(shape, machine, tokens, calibration=None, new=auto.NEW, cpu_rate=0.
 
 
 @pytest.mark.parametrize(("shape", "machine", "tokens", "speed", "given", "expected"), MACHINES, ids=str)
-def test_the_most_faithful_way_that_fits_and_is_quick_enough(shape, machine, tokens, speed, given, expected):
+def test_auto_takes_the_most_faithful_setup_that_is_fast_enough(shape, machine, tokens, speed, given, expected):
     chosen = choose(possible(shape, machine, tokens, given={"speculative": given}), 1 / speed)
     assert chosen.setup.label == expected
     assert not chosen.setup.lacks
@@ -97,7 +97,7 @@ def test_streaming_is_never_chosen():
     assert names == {"full", "speculative"}
 
 
-def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_enough():
+def test_calibrated_sync_is_chosen_if_nothing_else_is_fast_enough():
     heads, layers = range(8), 32
     alike = tuple(tuple(float((a - b) % 2 == 0) for b in heads) for a in heads)
     measured = Calibration("", "", 2, (alike,) * layers, ((0.0,) * 8,) * layers)
@@ -108,7 +108,7 @@ def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_
     assert choose(roomy, 0.1, slow).setup.parameters.name == "sync"
 
 
-def test_why_is_said_with_the_numbers():
+def test_the_reason_states_the_numbers():
     over_link = choose(possible("8B", RTX_3060, 64_000), 0.1).line
     assert not lacks(over_link, "because full would take", "ms a token from RAM")
     short_of_memory = choose(possible("8B", RTX_4090, 128_000), 0.1).line
@@ -118,7 +118,7 @@ def test_why_is_said_with_the_numbers():
     assert not lacks(choose(possible("8B", LAPTOP, 500), 0.1).line, "100 ms")
 
 
-def test_pages_that_are_stored_already_stay_what_they_are():
+def test_stored_pages_keep_their_precision():
     """8 bits save nothing of what is exact; of what was rounded nothing comes back."""
     fresh, stored = (possible("8B", TINY_3060, 16_000, full_precision=stored) for stored in (0, 15_000))
     quantized = possible("8B", TINY_3060, 16_000, quantized=15_000)
@@ -129,7 +129,7 @@ def test_pages_that_are_stored_already_stay_what_they_are():
     assert quantized[exact].seconds < 0.7 * fresh[exact].seconds
 
 
-def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
+def test_the_cpu_attends_to_part_of_the_tokens_in_ram():
     def over_link(cpu_rate, cpu=None):
         found = possible("8B", (256, 13, 2, 64), 32_000, cpu_rate=cpu_rate, given={"full": {"cpu": cpu}})
         return next(setup for setup in found if setup.label == "full from RAM")
@@ -149,7 +149,7 @@ def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
     assert over_link(0, 0.9).seconds == alone.seconds  # nothing is known to attend there
 
 
-def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
+def test_8_bit_pages_and_a_ring_set_by_the_user_are_kept():
     asked = possible("8B", RTX_3060, 64_000, quantizes=True)
     assert all(setup.quantizes for setup in asked)
     assert choose(asked, 0.1).setup.label == "speculative 32768 with 8-bit pages"
@@ -157,7 +157,7 @@ def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
     assert [setup.label for setup in found[:2]] == ["full from RAM", "full from RAM with 8-bit pages"]
 
 
-def test_pages_change_also_where_the_budget_stays():
+def test_page_precision_changes_at_the_same_budget():
     """What RAM gets short of, and what it has again."""
     roomy, short = (
         possible("8B", (80, 0, 0, host), 32_000, given={"speculative": {"budget": 4096}}) for host in (64, 4)
@@ -170,14 +170,14 @@ def test_pages_change_also_where_the_budget_stays():
     assert not chooser.between(roomy, 1 + auto.APART).setup.quantizes
 
 
-def test_what_is_in_force_is_possible_however_long_the_conversation_is():
+def test_speculative_setups_do_not_depend_on_conversation_length():
     short, long = (possible("8B", RTX_3060, tokens) for tokens in (500, 100_000))
     assert [setup.name for setup in short if setup.parameters.name == "speculative"] == [
         setup.name for setup in long if setup.parameters.name == "speculative"
     ]
 
 
-def test_what_is_pinned_is_read_and_takes_slots():
+def test_pinned_tokens_cost_time_and_slots():
     plain, pinned = (possible("8B", SMALL_3060, 64_000, pins=pins) for pins in ((), tuple(range(9000, 29_000))))
     at = [setup.label for setup in plain].index("speculative 8192")
     assert pinned[at].seconds > 1.1 * plain[at].seconds
@@ -206,7 +206,7 @@ def begun(first: Choice | None = None, speed: float = 10) -> Auto:
     return chooser
 
 
-def test_a_way_that_has_run_is_corrected_and_others_by_the_mean():
+def test_setups_are_corrected_by_their_own_or_the_mean_ratio():
     found = made(0.05, 0.03, 0.02)
     assert choose(found, 0.1, {"full": 3.0}).setup.name == "speculative 4096"
     assert choose(found, 0.08, {"full": 3.0}).setup.name == "speculative 2048"
@@ -214,7 +214,7 @@ def test_a_way_that_has_run_is_corrected_and_others_by_the_mean():
     assert choose(found, 0.1, {"full": 1.5, "speculative": 9.0}).setup.name == "full"
 
 
-def test_what_comes_over_the_link_is_beside_the_rest_and_counts_as_it_was_measured():
+def test_the_measured_share_of_new_tokens_costs_link_time():
     shares = (0.0, 0.25, 0.5)
     setups_by_share = [possible("8B", SLOW_LINK, 64_000, new={"speculative": share}) for share in shares]
     none, quarter, half = (
@@ -230,7 +230,7 @@ def test_what_comes_over_the_link_is_beside_the_rest_and_counts_as_it_was_measur
     ]
 
 
-def test_what_is_measured_moves_what_is_known_a_part_of_the_way():
+def test_measured_ratios_are_smoothed():
     found = made(0.05)
     chooser = begun(choose(found, 0.1))
     chooser.note(found, 0.1)
@@ -239,7 +239,7 @@ def test_what_is_measured_moves_what_is_known_a_part_of_the_way():
     assert chooser.ratios == {"full": pytest.approx(2.6)}
 
 
-def test_what_is_known_of_a_way_that_does_not_run_fades():
+def test_ratios_of_unused_setups_fade():
     """Full was slow while the machine was busy: it is tried again once speculative mode is as quick as predicted."""
     found = made(0.05, 0.03)
     chooser = begun(choose(found, 0.1, {"full": 3.0}))
@@ -259,13 +259,13 @@ def test_what_is_known_of_a_way_that_does_not_run_fades():
 # ---- when it changes
 
 
-def test_a_more_faithful_way_is_gone_back_to_only_where_it_is_quick_with_ease():
+def test_a_more_faithful_setup_returns_only_with_a_margin():
     assert choose(made(0.09, 0.05), 0.1).setup.name == "full"
     assert choose(made(0.09, 0.05), 0.1, current=made(0.09, 0.05)[1]).setup.name == "speculative 4096"
     assert choose(made(0.07, 0.05), 0.1, current=made(0.09, 0.05)[1]).setup.name == "full"
 
 
-def test_between_answers_nothing_goes_back_within_64_tokens():
+def test_setups_do_not_go_back_within_64_tokens():
     slow, quick = made(0.2, 0.05), made(0.05, 0.05)
     chooser = begun(choose(quick, 0.1))
     chooser.entered(chooser.between(slow, 10), 10)
@@ -273,7 +273,7 @@ def test_between_answers_nothing_goes_back_within_64_tokens():
     assert chooser.between(quick, 10 + 64).setup.name == "full"
 
 
-def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
+def test_only_very_slow_tokens_change_the_setup_inside_an_answer():
     found = made(0.05, 0.03)
     chooser = begun(choose(found, 0.1))
     chooser.note(found, 0.14)
@@ -282,7 +282,7 @@ def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
     assert chooser.within(found, 64, 0.3).setup.name == "speculative 4096"
 
 
-def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
+def test_changes_inside_an_answer_wait_64_tokens_and_read_less():
     found = made(0.05, 0.04, 0.01)
     chooser = begun(choose(found, 0.1))
     chooser.entered(choose(found[1:], 0.1), 100)
@@ -291,18 +291,18 @@ def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
     assert chooser.within(found, 100 + 64, 0.2).setup.name == "speculative 2048"
 
 
-def test_in_an_answer_nothing_is_entered_that_does_not_help():
+def test_setups_that_do_not_help_are_not_entered():
     found = made(0.05, 0.049)
     chooser = begun(choose(found, 0.1))
     chooser.note(found, 0.2)
     assert chooser.within(found, 64, 0.2) is None
 
 
-def test_what_is_slow_enough_to_change_it_in_an_answer():
+def test_tokens_are_slow_above_one_and_a_half_times_the_target():
     assert [begun(speed=10).is_slow(seconds) for seconds in (0.1, 0.149, 0.151)] == [False, False, True]
 
 
-def test_memory_that_gets_short_changes_the_way_at_once():
+def test_memory_shortage_changes_the_setup_immediately():
     roomy, short = made(0.05, 0.04), made(0.05, 0.04, lacks="full takes 9 GiB, 8 GiB are free")
     chooser = begun(choose(roomy, 0.1))
     assert chooser.within(roomy, 1, 0.05) is None

@@ -21,7 +21,7 @@ def run_of(row: str, kinds: tuple[str, ...] = MIXED) -> Run:
 @pytest.mark.parametrize(
     "row", ["full", "full-resident", "streaming-slack", "speculative-four-bits", "freekv-odd", "sync-two", "freeze"]
 )
-def test_counts_are_those_of_the_masks(row):
+def test_counts_match_the_masks(row):
     run = run_of(row)
     state = run.kv.state
     masks = torch.stack([attended(state, layer) for layer in range(len(MIXED))])
@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_masks(row):
     assert torch.equal(attended_counts(state), masks.sum((0, 1)))
 
 
-def test_what_is_held_is_what_the_tables_name():
+def test_held_counts_match_the_slot_tables():
     state = run_of("streaming").kv.state
     (slots,) = state.slots
     assert (held_per_head(state) == (slots.table >= 0).sum()).all()
@@ -55,7 +55,7 @@ def test_what_is_held_is_what_the_tables_name():
         ),
     ],
 )
-def test_a_slot_that_does_not_hold_its_token_is_found(wrong, said):
+def test_slots_with_wrong_contents_are_found(wrong, said):
     state = run_of("streaming", ("plain",) * 3).kv.state
     check_integrity(state)
     (slots,) = state.slots
@@ -81,7 +81,7 @@ def expected(run: Run, layer: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("row", FIRST.values())
-def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monkeypatch):
+def test_coverage_matches_dense_attention_over_read_tokens(row, unified, monkeypatch):
     monkeypatch.setattr(inspect, "CHUNK", 3)
     run = Run.of_row(row, toy(MIXED, kv_heads=4, group=3, page=8, unified=unified)).begun(150)
     for steps in (1, 6, 9):
@@ -97,7 +97,7 @@ def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monke
 
 
 @pytest.mark.parametrize("read", [0, 1, 2, 5, 8, 12])
-def test_the_best_tokens_and_pages_are_those_of_a_search(read):
+def test_best_tokens_and_pages_match_a_brute_force_search(read):
     shares = torch.rand((2, 10), generator=torch.Generator().manual_seed(read)).softmax(-1)
     number = torch.tensor([read, read])
     best = [max(map(sum, itertools.combinations(row.tolist(), min(read, 10)))) for row in shares]
@@ -136,7 +136,7 @@ def watched(
     return inspect.CoverageWatch(run.kv.state, clock), clock, looked
 
 
-def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
+def test_heads_are_sampled_in_turn_and_the_newest_sample_counts(monkeypatch):
     run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8)).begun(150)
     exact, (watch, clock, looked) = inspect.covered, watched(run, monkeypatch)
     watch.sample()
@@ -163,7 +163,7 @@ def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
-def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
+def test_sampling_stays_within_its_share_of_time(look_s, monkeypatch):
     run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
     watch, clock, looked = watched(run, monkeypatch, look_s)
     run.step()
@@ -174,7 +174,7 @@ def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
     assert len(looked) >= min(4000, 0.9 * inspect.COST * clock.now / max(look_s, inspect.FIRST_S)) - inspect.LOOKS
 
 
-def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
+def test_one_slow_sample_does_not_stop_sampling(monkeypatch):
     run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
     watch, clock, looked = watched(run, monkeypatch)
     run.step()
@@ -185,7 +185,7 @@ def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
     assert len(looked) > 30
 
 
-def test_what_reads_everything_is_covered_without_a_look_at_the_keys(monkeypatch):
+def test_full_mode_is_covered_without_reading_keys(monkeypatch):
     run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8)).begun(150, 1)
     monkeypatch.setattr(inspect, "weights", None)
     watch = inspect.CoverageWatch(run.kv.state)

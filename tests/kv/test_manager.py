@@ -31,7 +31,7 @@ PLAIN = ("plain", "plain")
 
 
 @pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159]))
-def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
+def test_tokens_written_after_a_truncation_are_read(row, to):
     """A mode's two core rows to one of the lengths each, to all in the long form; ``test_properties`` to any."""
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(135, 25)
     run.truncate(to)
@@ -53,7 +53,7 @@ def fail_in_step(run):
 
 
 @pytest.mark.parametrize("row", CORE)
-def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
+def test_a_failed_step_stores_nothing_and_the_next_is_correct(row):
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     before = stored_rows(run.kv)
     fail_in_step(run)
@@ -69,7 +69,7 @@ CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOp
 
 
 @pytest.mark.parametrize("row", CORE)
-def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, monkeypatch):
+def test_interrupted_steps_leave_no_wrong_slot(row, monkeypatch):
     """Before each change, and after it."""
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
 
@@ -95,7 +95,7 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, monkeypatch
 
 
 @pytest.mark.parametrize("row", CORE)
-def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, monkeypatch):
+def test_slots_that_fail_to_refill_are_filled_before_the_next_step(row, monkeypatch):
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
     with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
     assert all(now >= 0.8 * then for now, then in zip(held, before, strict=True))
 
 
-def test_a_prefill_that_fails_stores_nothing():
+def test_a_failed_prefill_stores_nothing():
     run = Run.of_row("streaming", toy(PLAIN, page=8)).begun(120)
     with suppress(torch.OutOfMemoryError), prefill(run.kv, 2):
         run.kv.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
@@ -122,7 +122,7 @@ def test_a_prefill_that_fails_stores_nothing():
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
-def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
+def test_slots_that_fail_to_grow_grow_later(mode, monkeypatch):
     run = Run.of_row(mode, toy(PLAIN, page=8)).begun(100)
     while run.kv.total < run.kv.state.capacity:
         run.step()
@@ -135,7 +135,7 @@ def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
     run.check()
 
 
-def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
+def test_a_host_pool_that_fails_to_grow_grows_later(monkeypatch):
     run = Run(toy(PLAIN, page=8), "full").begun(120)
     while run.kv.total < run.kv.state.host.capacity:
         run.step()
@@ -147,7 +147,7 @@ def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
     run.check()
 
 
-def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch):
+def test_ops_change_when_the_pool_is_no_longer_pinned(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24).begun(150)
     before, host = run.kv.state.ops, run.kv.state.host
 
@@ -166,7 +166,7 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch)
 # ---- what a failure leaves behind
 
 
-def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
+def test_a_failed_truncation_is_completed_by_the_next_step(monkeypatch):
     run = Run.of_row("streaming", toy(PLAIN, page=8)).begun(200, 20)
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "load_table", out_of_memory)
@@ -180,7 +180,7 @@ def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
     check_integrity(run.kv.state)
 
 
-def test_a_prefill_that_is_cut_short_anywhere_costs_nothing():
+def test_an_interrupted_prefill_changes_nothing():
     run = Run(toy(PLAIN, page=8), "full").begun(60)
     run.kv.begin_prefill(10)  # and no more: interrupted before its forward
     run.step(5)
@@ -191,7 +191,7 @@ def test_a_prefill_that_is_cut_short_anywhere_costs_nothing():
 
 
 @pytest.mark.parametrize("row", FIRST.values())
-def test_what_was_put_back_is_what_was_stored(row):
+def test_restored_tokens_equal_the_stored_ones(row):
     mode, params = ROWS[row]
     run = Run(toy(page=8), mode, **params).begun(300, 5)
     kv, start = run.kv, 117  # inside a page
@@ -210,7 +210,7 @@ def test_what_was_put_back_is_what_was_stored(row):
     check_integrity(kv.state)
 
 
-def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
+def test_full_precision_and_8_bit_pages_are_restored():
     run = EightBitRun(toy(page=8, unified=True), "full", quantizes=False).begun(60)
     run.set(True)
     run.step(50)

@@ -35,7 +35,7 @@ def storm(run: Run, switches: int, seed: int) -> list[str]:
     return entered
 
 
-def test_a_hundred_switches_change_no_stored_byte_and_leave_no_device_byte():
+def test_a_hundred_switches_change_no_bytes_and_leak_no_memory():
     run, calm = (Run(toy(MIXED, page=8), "full").begun(150, 5) for _ in range(2))
     before = stored_rows(run.kv)
     entered = storm(run, 99, seed=1)
@@ -61,7 +61,7 @@ def assert_same_memory(one: KVManager, other: KVManager) -> None:
 
 
 @pytest.mark.parametrize("row", FIRST.values())
-def test_switches_leave_no_device_byte_behind(row):
+def test_switches_leak_no_device_memory(row):
     mode, params = ROWS[row]
     run, fresh = (Run(toy(PLAIN, page=8), mode, **params) for _ in range(2))
     fresh.prefill(120)
@@ -74,7 +74,7 @@ def test_switches_leave_no_device_byte_behind(row):
 
 
 @pytest.mark.parametrize("row", CORE)
-def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
+def test_switches_work_when_empty_and_after_a_prefill(row):
     mode, params = ROWS[row]
     run = Run(toy(PLAIN, page=8), "full")
     run.switch(mode, **params)
@@ -87,14 +87,14 @@ def test_a_switch_in_an_empty_store_and_right_after_a_prefill(row):
     run.check()
 
 
-def test_a_switch_tells_what_moved():
+def test_a_switch_returns_the_bytes_moved():
     run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming-plain"][1]).begun(200)
     g = run.toy.geometry
     assert run.switch("full") == 200 * g.token_bytes
     assert run.switch("streaming", **ROWS["streaming-plain"][1]) == 64 * g.token_bytes
 
 
-def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
+def test_a_refused_switch_keeps_the_mode(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1]).begun(200, 10)
     monkeypatch.setattr(available, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"freeze.* [\d.]+ KiB on cpu, and [\d.]+ KiB"):
@@ -115,7 +115,7 @@ SOME_SWITCHES = [
 @pytest.mark.slow("a switch for each place where memory runs out")
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
-def test_memory_that_runs_out_anywhere_in_a_switch_leaves_the_old_mode(old, new, short, count):
+def test_the_old_mode_stays_if_memory_runs_out_in_a_switch(old, new, short, count):
     failed = 0
     for at in range(1, 1000, 1 if PLACES else 18):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1]).begun(60, 3)
@@ -141,7 +141,7 @@ NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "stre
 
 
 @pytest.mark.parametrize("row", [row for row in CORE if row not in NEVER_RECALL])
-def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
+def test_recall_order_and_delays_do_not_change_outputs(row, monkeypatch):
     plain, run = (Run.of_row(row, toy(PLAIN, page=8, kv_heads=4)) for _ in range(2))
     for one in (plain, run):
         as_on_a_gpu(one.kv)

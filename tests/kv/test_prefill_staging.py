@@ -46,7 +46,7 @@ def contents(host: HostPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @settings(max_examples=50)
 @example([8, 8], 0, 8)
 @example([1, 1, 1], 0, 8)
-def test_staged_is_direct(turns, back, d_v):
+def test_staged_prefill_equals_direct_prefill(turns, back, d_v):
     """With turns of any length, after forgetting some tokens, and whatever the pool's segments."""
     g = geometry(d_v=d_v)
     staged, direct = HostPool(g, CPU, context=150), HostPool(g, CPU)
@@ -61,7 +61,7 @@ def test_staged_is_direct(turns, back, d_v):
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, 21, 60])
-def test_what_lies_before_the_first_token_read_is_not_brought(first):
+def test_pages_before_the_first_token_read_are_not_copied(first):
     g = geometry()
     hosts = HostPool(g, CPU), HostPool(g, CPU)
     before, kv = new_kv(g, 61, 0), new_kv(g, 30, 1)
@@ -82,7 +82,7 @@ def test_what_lies_before_the_first_token_read_is_not_brought(first):
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, 21, 60, 61])
-def test_of_8_bit_pages_too(first):
+def test_direct_prefill_reads_8_bit_pages(first):
     g, host = geometry(), EightBitPool(HostPool(geometry(), CPU))
     run(DirectPrefill, host, new_kv(g, 61, 0))
     host.reserve(91)
@@ -101,7 +101,7 @@ def test_the_tail_of_the_last_page_stays_finite():
     assert not bool(host.layers[0][1].flatten(0, 1)[:, 5:].any())
 
 
-def test_no_copy_goes_across_two_segments_of_the_pool():
+def test_copies_do_not_cross_pool_segments():
     g = geometry()
     host = HostPool(g, CPU, context=5000)
     starts = {0}
@@ -114,7 +114,7 @@ def test_no_copy_goes_across_two_segments_of_the_pool():
     assert torch.equal(torch.cat(pieces), host.layers[1][2:375].flatten().view(torch.uint8))
 
 
-def test_layers_out_of_order_get_their_own():
+def test_layers_out_of_order_get_their_own_keys():
     g = geometry()
     host = HostPool(g, CPU)
     run(StagedPrefill, host, new_kv(g, 20, 0))
@@ -126,12 +126,12 @@ def test_layers_out_of_order_get_their_own():
         assert torch.equal(keys[:, :20], earlier[layer])
 
 
-def test_the_host_itself_is_prefilled_without_buffers():
+def test_prefill_on_the_host_uses_no_buffers():
     assert type(prefill_over(HostPool(geometry(), CPU), 5)) is DirectPrefill
 
 
 @pytest.mark.parametrize(("stored", "new"), [(0, 1), (0, 64), (5, 1), (64, 30), (61, 70)])
-def test_the_plan_foretells_the_buffers(stored, new):
+def test_the_plan_predicts_the_buffer_bytes(stored, new):
     g = geometry(d_v=4, dtype=torch.bfloat16)
     host = HostPool(g, CPU)
     host.reserve(stored + new)
@@ -145,7 +145,7 @@ def test_the_plan_foretells_the_buffers(stored, new):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("late", ["neither", "aside", "main"])
-def test_a_gpu_stores_and_reads_the_same_however_late_a_stream_is(late, monkeypatch):
+def test_late_streams_do_not_change_a_prefill(late, monkeypatch):
     device, g = torch.device("cuda"), geometry(16, 16, dtype=torch.bfloat16)
     if late == "aside":
         plain = prefill_module.copy_segments

@@ -82,7 +82,7 @@ def actions(page: int):
 
 @DEEP
 @given(st.data())
-def test_any_conversation_is_the_references(data):
+def test_any_conversation_matches_the_reference(data):
     made = data.draw(toys())
     page = made.geometry.page
     mode, params = data.draw(modes(page))
@@ -109,7 +109,7 @@ def act(run: Run, what: str, how) -> None:
 
 @DEEP
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
-def test_full_answers_the_same_whatever_the_device_holds(data, dtype, fixed_shapes):
+def test_full_mode_does_not_depend_on_resident_tokens(data, dtype, fixed_shapes):
     page, group = data.draw(st.integers(2, 24)), data.draw(st.sampled_from([1, 4, 7, 8]))
     made = toy(tuple(sorted(KINDS)), group=group, page=page, dtype=dtype)
     resident = data.draw(st.one_of(st.integers(64, 100), st.just(10_000)))
@@ -128,7 +128,7 @@ def test_full_answers_the_same_whatever_the_device_holds(data, dtype, fixed_shap
 
 @DEEP
 @given(st.data(), st.sampled_from([torch.bfloat16, torch.float16]))
-def test_half_precision_reads_sinks_window_and_no_more_than_the_budget(data, dtype):
+def test_half_precision_reads_sinks_and_window_within_the_budget(data, dtype):
     page = data.draw(st.integers(1, 24))
     mode, params = data.draw(modes(page))
     run = Run(toy(("plain", "plain"), page=page, dtype=dtype), mode, **params)

@@ -74,7 +74,7 @@ def unwatched(do: Callable) -> Callable:
 
 # Beside the usual ones each way to freeze, to keep slots and to go on with the last choice.
 @pytest.mark.parametrize("row", [*MET, "freeze-paper", "freeze-raw", "sync-resident", "freekv-reuse"])
-def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
+def test_decode_steps_read_nothing_back_and_keep_their_shapes(row):
     kinds = MIXED if row in ("full", "streaming") else ("plain", "window" if row in FIRST.values() else "sinks")
     run, picking = (Run.of_row(row, toy(kinds, page=8)) for _ in range(2))
     as_on_a_gpu(run.kv)
@@ -98,7 +98,7 @@ def test_a_step_reads_nothing_back_and_keeps_its_shapes(row):
     check_integrity(run.kv.state)
 
 
-def test_the_watch_would_notice():
+def test_the_watch_detects_readbacks():
     mask = torch.tensor([True, False])
     for read in (lambda: mask.nonzero(), lambda: torch.arange(2)[mask], lambda: int(mask.sum()), lambda: mask[[0, 1]]):
         with pytest.raises(AssertionError), Watch():
@@ -106,7 +106,7 @@ def test_the_watch_would_notice():
 
 
 @pytest.mark.parametrize("row", MET)
-def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
+def test_decode_steps_stay_within_stored_host_memory(row, monkeypatch):
     """What is not committed yet is not pinned: a GPU that reads it ends the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
@@ -168,7 +168,7 @@ def one_forward(timer: StepTimer, kind: str, exposed: float, hidden: float, wait
     timer.end_step(kind)
 
 
-def test_a_correction_is_exposed_and_a_speculation_hidden_but_for_the_wait(timer):
+def test_corrections_are_exposed_and_speculation_only_while_waiting(timer):
     one_forward(timer, "a", exposed=2.0, hidden=5.0, waited=1.0)
     assert not timer.steps
     timer.begin_step("a")
@@ -176,13 +176,13 @@ def test_a_correction_is_exposed_and_a_speculation_hidden_but_for_the_wait(timer
     assert step == (pytest.approx(0.007), pytest.approx(0.003))
 
 
-def test_a_wait_for_more_than_copies_is_no_more_than_all_of_them(timer):
+def test_exposed_time_never_exceeds_the_copy_time(timer):
     one_forward(timer, "a", exposed=0.0, hidden=2.0, waited=9.0)
     timer.begin_step("a")
     assert timer.steps[0].exposed == timer.steps[0].total == pytest.approx(0.002)
 
 
-def test_a_replayed_graph_is_timed_by_the_events_of_its_kind(timer):
+def test_replayed_graphs_are_timed_by_events_of_their_kind(timer):
     one_forward(timer, "copies", exposed=3.0, hidden=0.0, waited=0.0)
     timer.begin_step("a")
     timer.begin_forward("rests")
@@ -195,7 +195,7 @@ def test_a_replayed_graph_is_timed_by_the_events_of_its_kind(timer):
     assert (timer.timed, timer.seconds) == (3, pytest.approx(0.006))
 
 
-def test_the_host_waits_for_no_figure(timer, monkeypatch):
+def test_the_host_does_not_wait_for_times(timer, monkeypatch):
     one_forward(timer, "a", exposed=3.0, hidden=0.0, waited=0.0)
     monkeypatch.setattr(Clock, "done", False)
     timer.begin_step("a")
@@ -206,7 +206,7 @@ def test_the_host_waits_for_no_figure(timer, monkeypatch):
     assert timer.timed == 0
 
 
-def test_of_many_steps_one_in_some_is_timed_and_the_others_record_no_event(timer):
+def test_only_every_nth_step_is_timed(timer):
     timed = []
     for step in range(3 * EVERY + 1):
         timer.begin_step("a")
@@ -218,14 +218,14 @@ def test_of_many_steps_one_in_some_is_timed_and_the_others_record_no_event(timer
     assert timer.timed == len(timed)
 
 
-def test_another_mode_begins_anew(timer):
+def test_clear_discards_pending_times(timer):
     one_forward(timer, "a", exposed=3.0, hidden=0.0, waited=0.0)
     timer.clear()
     timer.begin_step("a")
     assert not timer.steps
 
 
-def test_a_cpu_copies_while_the_step_waits():
+def test_all_recall_on_a_cpu_is_exposed():
     timer = StepTimer(torch.device("cpu"))
     with timer.copying(hidden=True):
         sum(range(1000))
