@@ -34,7 +34,7 @@ def test_full_agrees_with_itself_and_streaming_covers_less():
     assert streaming["covered_least"] < streaming["covered"] < 0.99
     assert full["read_mean"] == pytest.approx(200 + 13 / 2)
     assert streaming["read_mean"] <= 128
-    assert full["kl_99"] is None, "12 tokens say nothing of 1 %"
+    assert full["kl_99"] is None, "12 tokens are too few for a 99th percentile"
     assert (len(result["rows"][0]["covered"]), len(result["rows"][1]["kl"])) == (8, 12)
 
 
@@ -53,7 +53,7 @@ def test_full_has_the_models_own_perplexity_and_streaming_a_higher_one(bundled):
     assert result["rows"][0]["nats_mean"] == pytest.approx(float(nats), rel=1e-3)
 
 
-# ---- ``bench coverage``: the shares are those of the weights over what each mode reads, beside the best choices
+# ---- ``bench coverage``: the share of weights on what each mode reads, next to the best selections
 
 
 PROMPT = [token % 251 for token in range(7, 407)]

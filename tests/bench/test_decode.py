@@ -23,7 +23,7 @@ MODES = ("full", "streaming", "speculative", "freeze", "sync")
 
 @pytest.fixture(autouse=True)
 def quick_roofline(monkeypatch):
-    """Skips measuring rates, which has tests of its own."""
+    """Skip measuring rates, which has its own tests."""
     found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
     monkeypatch.setattr(decode, "measure", lambda device, dtype: found)
 
@@ -77,8 +77,8 @@ def test_the_floor_is_the_time_to_read_the_weights(tiny_shape):
     assert decode.floor_ms(tiny_shape, Measured()) is None
 
 
-def rounds_take(monkeypatch, ms):
-    """A round takes the ``ms`` of its change rate and moves 2 MB."""
+def fake_rounds(monkeypatch, ms):
+    """Let a round take the ``ms`` of its change rate and move 2 MB."""
 
     def measure(self, tokens):
         self.figures = {"moved_bytes": 2e6, "corrections": 0}
@@ -88,7 +88,7 @@ def rounds_take(monkeypatch, ms):
 
 
 def test_hidden_recall_is_link_time_minus_exposed_time(tiny_shape, monkeypatch):
-    rounds_take(monkeypatch, {None: 10.0, 0.0: 9.0, 0.5: 9.25})
+    fake_rounds(monkeypatch, {None: 10.0, 0.0: 9.0, 0.5: 9.25})
     rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
     natural, still, half = rows
     assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
@@ -99,7 +99,7 @@ def test_hidden_recall_is_link_time_minus_exposed_time(tiny_shape, monkeypatch):
 def test_full_with_resident_is_bounded_by_the_link(tiny_shape, monkeypatch):
     monkeypatch.setattr(decode, "_without_spilled", lambda settings, model, report: settings)
     monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
-    rounds_take(monkeypatch, {None: 3.0})
+    fake_rounds(monkeypatch, {None: 3.0})
     full, spilled = decode.run(settings(modes=("full", "full:resident=256"), baselines=()))["rows"]
     assert "link_ms" not in full
     assert spilled["link_ms"] == 0.5
@@ -107,11 +107,11 @@ def test_full_with_resident_is_bounded_by_the_link(tiny_shape, monkeypatch):
 
 
 def test_variants_that_need_a_link_are_left_out_in_unified_memory(tiny_shape):
-    told = []
+    lines = []
     chosen = settings(modes=("full", "full:resident=256"), baselines=(), contexts=(300,), rounds=1)
-    rows = decode.run(chosen, frame=Frame(report=told.append))["rows"]
+    rows = decode.run(chosen, frame=Frame(report=lines.append))["rows"]
     assert [row["variant"] for row in rows] == ["full"]
-    assert any("full:resident=256 left out." in text for text in told)
+    assert any("full:resident=256 left out." in line for line in lines)
     with pytest.raises(UsageError, match="cannot be measured here"):
         decode.run(settings(modes=("full:resident=256",)))
 
@@ -137,7 +137,7 @@ def test_modes_adapt_to_a_changed_load_before_measuring(monkeypatch):
         now["load"] = False
 
     def measure(self, tokens):
-        settled = now["seen"] in (None, now["load"])  # at first nothing has to be forgotten
+        settled = now["seen"] in (None, now["load"])  # the first time there is nothing to adapt to
         now["seen"], self.figures = now["load"], {"moved_bytes": 0}
         return Timing(1.0, (4.0 if now["load"] else 2.0) if settled else 100.0)
 
@@ -187,7 +187,7 @@ def test_random_weights_can_prefill_a_prompt():
 
 
 @pytest.mark.cuda
-@pytest.mark.slow("a measurement of all")
+@pytest.mark.slow("measures every baseline and mode")
 def test_all_baselines_and_modes_run_on_a_gpu():
     chosen = settings(
         contexts=(2048,), modes=MODES, change_rates=("natural", "0.25", "1"),

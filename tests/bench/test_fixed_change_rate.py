@@ -25,7 +25,7 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
         before, moved = slots.pages.clone(), kv.state.transfer.totals.moved
         runner.step(token)
         assert ((slots.pages != before).sum(-1) == changed).all()
-        assert kv.state.transfer.totals.moved - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
+        assert kv.state.transfer.totals.moved - moved == changed * 3 * 2 * 32  # layers, heads, tokens per page
         ordered = slots.pages.sort(-1).values
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
         check_integrity(kv.state)
@@ -35,13 +35,13 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_exactly_the_fixed_share_of_tokens_moves_on_a_gpu(rate):
     model = model_shapes.build("tiny", "cuda")
-    by_tokens = parsed("speculative:sink=4,window=32", 96)  # 60 chosen tokens
+    by_tokens = parsed("speculative:sink=4,window=32", 96)  # 60 selected tokens
     mode = fixed_change_rate(rate, by_tokens, geometry_of(model), traits_of(model))
     assert isinstance(mode, FixedTokens)
     runner = filled(model, mode, 200)
     kv, slots = runner.kv, runner.kv.state.slots[-1]
     changed = round(rate * 60)
-    runner.step(9)  # reads what was chosen when the mode was entered
+    runner.step(9)  # reads what was selected when the mode was entered
     before, moved = slots.table[..., :60].clone(), kv.state.transfer.totals.moved
     runner.step(1)
     assert ((slots.table[..., :60] != before).sum(-1) == changed).all()
@@ -58,7 +58,7 @@ def test_corrections_move_no_extra_pages(tiny_shape):
     moved = runner.kv.state.transfer.totals.moved
     runner.step(2)
     assert runner.kv.state.transfer.totals.moved - moved == 3 * 3 * 2 * 32
-    # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
+    # With tau = 2 nothing is selected ahead: the slots hold what the last token was to read.
     assert (runner.kv.state.slots[-1].pages == mode._sliding.at(runner.kv.state.position - 1)).all()
 
 

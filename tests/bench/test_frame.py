@@ -1,4 +1,4 @@
-"""The frame: the file has all that was measured, whatever ends the program, and a refused cell is a row."""
+"""The frame: the file keeps every measured row however the program ends; refused cells are rows too."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ EXPERIMENT |= {"environment": {"torch": "2"}}
 
 
 class Measured:
-    """Records the cells that it measures; number ``fails`` raises ``error`` once."""
+    """Records the cells that it measures; cell number ``fails`` raises ``error`` once."""
 
     def __init__(self, fails=None, error=KeyboardInterrupt):
         self.cells, self.fails, self.error = [], fails, error
@@ -102,14 +102,14 @@ def test_sign_test_returns_the_two_sided_probability(more, fewer, p):
 
 
 def test_only_cases_of_both_variants_are_compared():
-    def asked(*right, first=0):
+    def answers(*right, first=0):
         return [{"task": "fact", "case": case, "right": each} for case, each in enumerate(right, first)]
 
-    one, other = asked(True, True, True, False, True), asked(False, False, False, False, True, True)
-    assert chance(one, other, "right") == 2 / 8, "three of one alone, two that say nothing, one not asked of both"
+    one, other = answers(True, True, True, False, True), answers(False, False, False, False, True, True)
+    assert chance(one, other, "right") == 2 / 8, "three cases won, two ties, one not asked of both"
     refused = [{"task": "fact", "case": 0, "refused": "too long"}, *one[1:]]
     assert chance(refused, other, "right") == 2 / 4
-    assert chance(one, asked(True, first=9), "right") is None
+    assert chance(one, answers(True, first=9), "right") is None
 
 
 def test_texts_are_compared_by_their_mean_over_tokens():
@@ -118,11 +118,11 @@ def test_texts_are_compared_by_their_mean_over_tokens():
     assert chance(one, other, "kl") == 2 / 4
 
 
-# ---- What a variant sends to a session: what it names, and nothing else
+# ---- A variant sends a session only the parameters that it names
 
 
-class Entered:
-    """A session that records the parameters of the mode to enter."""
+class RecordingSession:
+    """A session that records the parameters of the mode it enters."""
 
     def enter(self, parameters: ModeParameters) -> None:
         self.parameters = parameters
@@ -131,13 +131,13 @@ class Entered:
 @pytest.mark.parametrize(
     ("variant", "named"),
     [
-        ("freeze:profile=paper", {"profile", "score", "recovery", "tau", "k", "K"}),  # by the profile itself
+        ("freeze:profile=paper", {"profile", "score", "recovery", "tau", "k", "K"}),  # set by the profile
         ("sync:budget=140", {"budget"}),
         ("full", set()),
     ],
 )
 def test_only_named_parameters_are_sent(variant, named):
-    session: Any = Entered()
+    session: Any = RecordingSession()
     session.enter(parsed(variant))
     assert session.parameters.model_fields_set == named
 
@@ -153,7 +153,7 @@ def test_variants_do_not_inherit_earlier_parameters():
     assert parsed("sync:m=3", 300).model_fields_set == {"m", "budget"}
 
 
-# ---- What a result is of: equal measurements, and results that may stand side by side
+# ---- What results record, and which of them may be compared
 
 
 def result(**changes):

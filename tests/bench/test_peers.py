@@ -1,4 +1,4 @@
-"""The benchmark of peers: how figures are computed, and real processes that answer or say why not."""
+"""The peers benchmark: how figures are computed, and real processes that answer or say why they cannot."""
 
 import itertools
 import re
@@ -70,7 +70,7 @@ def result(processes):
 
 def test_each_context_and_peer_has_a_row_of_timings(result):
     longest = result["settings"]["contexts"][-1]
-    assert longest == 16_384 - 3 - 3 - 1  # what is decoded has room in the model
+    assert longest == 16_384 - 3 - 3 - 1  # leaves room in the context for the decoded tokens
     names = ["llama.cpp", "transformers", "kvchat full", "kvchat streaming:budget=512"]
     assert [(row["context"], row["variant"]) for row in result["rows"]] == [*itertools.product((64, longest), names)]
     for row in result["rows"]:
@@ -88,12 +88,12 @@ def test_each_context_and_peer_has_a_row_of_timings(result):
 def test_peers_take_turns_in_separate_processes_that_are_closed(result):
     names = [start[1] for start in FakeProcess.started]
     running = ["llama.cpp", "kvchat full", "kvchat streaming:budget=512"]
-    # What failed is not tried again after the same context.
+    # A peer that failed is not tried again at the same context.
     assert names == [*["llama.cpp", "transformers", *running[1:], *running] * 2]
     assert FakeProcess.closed == [name for name in names if name != "transformers"]
-    given = next(start for start in FakeProcess.started if start[1].endswith("512"))
-    assert given[0] == "kvchat"
-    assert given[2:] == ("bundled", 71, {"dtype": "auto", "quantize": "auto", "mode": "streaming", "budget": 512})
+    streaming = next(start for start in FakeProcess.started if start[1].endswith("512"))
+    assert streaming[0] == "kvchat"
+    assert streaming[2:] == ("bundled", 71, {"dtype": "auto", "quantize": "auto", "mode": "streaming", "budget": 512})
 
 
 def test_a_model_llama_cpp_cannot_read_is_compared_without_it(processes, monkeypatch):
@@ -101,11 +101,11 @@ def test_a_model_llama_cpp_cannot_read_is_compared_without_it(processes, monkeyp
         raise UsageError("It cannot be copied to GGUF.", "Only others are copied.")
 
     monkeypatch.setattr(baselines, "write", refuse)
-    told = []
-    found = peers.run(SHORT, ModelChoice(device="cpu"), Frame(report=told.append))
+    lines = []
+    found = peers.run(SHORT, ModelChoice(device="cpu"), Frame(report=lines.append))
     assert {start[0] for start in FakeProcess.started} == {"transformers", "kvchat"}
     assert found["settings"]["peers"] == ["transformers"]
-    assert any("xllamacpp" in line and "Only others are copied." in line for line in told)
+    assert any("xllamacpp" in line and "Only others are copied." in line for line in lines)
 
 
 def test_the_table_has_a_line_per_row(result):
@@ -137,7 +137,7 @@ def test_peer_errors_quote_the_peer():
         PeerProcess("none", "llama.cpp", "a.gguf", 100, {})
 
 
-@pytest.mark.slow("a model is read by each peer")
+@pytest.mark.slow("each peer loads a model")
 def test_every_installed_peer_answers(bundled, tmp_path):
     pytest.importorskip("xllamacpp")
     file = tmp_path / "bundled.gguf"
@@ -150,7 +150,7 @@ def test_every_installed_peer_answers(bundled, tmp_path):
         assert row["ms"] > 0
 
 
-# ---- Baselines: transformers' caches continue from the stored context, and the model runs as written
+# ---- Baselines: transformers' caches continue from the stored context, and the model runs unmodified
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -162,7 +162,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     seen = []
     forward = baseline._forward
     baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
-    for _ in range(2):  # what a round leaves is rewound
+    for _ in range(2):  # each round is rewound
         baseline.measure([5, 6, 7, 8, 9])
     ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
     for round_ in (seen[:5], seen[5:]):
@@ -198,7 +198,7 @@ def test_cpu_baselines_copy_weights_to_ordinary_memory(bundled):
         assert torch.allclose(plain.model(ids).logits, bundled.model(ids).logits, atol=1e-4)
 
 
-# ---- llama.cpp as a baseline: it decodes the same model, or says what is missing
+# ---- llama.cpp as a baseline: decodes the same model or says what is missing
 
 
 def test_llama_cpp_decodes_the_greedy_tokens_of_generate(bundled):
@@ -209,7 +209,7 @@ def test_llama_cpp_decodes_the_greedy_tokens_of_generate(bundled):
         expected = bundled.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     peer = LlamaCpp(bundled, None, ids, 16)
     try:
-        for _ in range(2):  # the second time its K/V is there
+        for _ in range(2):  # the second time its K/V is cached
             assert peer.measure([0] * 12).ms > 0
             assert re.findall(r"<(\d+)>", peer.answer) == [str(token) for token in expected[0, 100:].tolist()]
     finally:
@@ -234,7 +234,7 @@ def test_a_peer_process_that_exits_is_reported(tiny_shape, monkeypatch):
     peer.close()
 
 
-# ---- A model written to a GGUF file: llama.cpp's order of a head's elements
+# ---- A model written to a GGUF file: llama.cpp's order of the elements of a head
 
 
 def test_rotated_pairs_become_neighbors(tiny_shape):

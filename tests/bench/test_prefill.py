@@ -62,9 +62,9 @@ sys.stdout.write(" ".join(str(peak(taken)) for taken in (1, int(sys.argv[1]), 1)
 
 @pytest.mark.slow("a process imports torch and transformers")
 def test_the_peak_covers_one_measurement_only():
-    """In its own process, because memory that other tests left would be freed meanwhile."""
+    """In its own process, because memory of other tests could be freed during the measurement."""
     if not timing.forget_peak():
-        pytest.skip("the system does not let a process forget its peak")
+        pytest.skip("the system cannot reset a process's peak")
     nbytes = 200 * 2**20
     command = [sys.executable, "-c", PEAKS, str(nbytes)]
     child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
@@ -111,7 +111,7 @@ def test_prefill_on_a_gpu_stays_within_the_predicted_memory():
     torch.cuda.empty_cache()
 
 
-# ---- Models of known shapes: their sizes, and random K/V in every slot
+# ---- Known model shapes: their sizes, and random K/V in every slot
 
 
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages
@@ -170,7 +170,7 @@ def test_a_shape_does_not_fit_if_memory_runs_out(monkeypatch, error):
         model_shapes.build("tiny", "cpu")
 
 
-# ---- Times of steps: what counts and what warms up
+# ---- Step times: which steps count and which warm up
 
 
 def test_step_times_are_medians_without_the_warm_up(monkeypatch):
@@ -187,7 +187,7 @@ def test_the_warm_up_covers_two_sync_intervals():
     assert timing.warm_up(torch.device("cuda")) >= 2 * parsed("sync", 256).m
 
 
-# ---- The peak of a process's memory, read from made-up files
+# ---- A process's peak memory, read from fake files
 
 
 def test_the_peak_is_reset_and_read(tmp_path):
@@ -204,7 +204,7 @@ def test_an_unreadable_peak_is_none(tmp_path):
     assert timing.read_peak(tmp_path) is None
 
 
-# ---- Rates of a device: bytes over the best time
+# ---- Device rates: bytes over the best time
 
 
 HERE = torch.device("cpu")
@@ -213,7 +213,7 @@ HERE = torch.device("cpu")
 def test_rates_are_bytes_over_the_best_time(monkeypatch):
     monkeypatch.setattr(decode, "GATHER_TOKENS", {"cpu": 2**12})
     monkeypatch.setattr(rates, "_timed", lambda run, device: 1e-3)
-    # A copy reads and writes, so it counts twice and is the better of the two here.
+    # A copy reads and writes, so its bytes count twice and it is the faster of the two here.
     assert rates.read(HERE, torch.float32, 2**22) == pytest.approx(2 * 2**22 / 1e-3)
     assert decode.gather(HERE, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
 
@@ -225,13 +225,13 @@ def test_the_first_timed_run_does_not_count():
 
 
 def test_the_cpu_share_balances_the_cpu_and_the_link():
-    nbytes, link, beside, layers = 4e9, 13e9, 30e9, 32
-    share = rates.share_on_cpu(nbytes, link, beside, layers)
-    assert share * nbytes / beside == pytest.approx((1 - share) * nbytes / link)
+    nbytes, link, cpu, layers = 4e9, 13e9, 30e9, 32
+    share = rates.share_on_cpu(nbytes, link, cpu, layers)
+    assert share * nbytes / cpu == pytest.approx((1 - share) * nbytes / link)
     launching = rates.TURN_S * layers
-    pays = launching * link / share  # bytes from which on it saves what launching costs
-    assert rates.share_on_cpu(1.01 * pays, link, beside, layers) == share
-    assert rates.share_on_cpu(0.99 * pays, link, beside, layers) == 0
+    enough = launching * link / share  # bytes at which it saves what launching costs
+    assert rates.share_on_cpu(1.01 * enough, link, cpu, layers) == share
+    assert rates.share_on_cpu(0.99 * enough, link, cpu, layers) == 0
     assert rates.share_on_cpu(nbytes, link, 0.0, layers) == 0
 
 
@@ -244,7 +244,7 @@ def test_gpu_roofline_rates_are_plausible():
     assert found.to_host > 0
 
 
-# ---- Busy processes are gone with their measurement, and what others took is counted
+# ---- Busy processes end with their measurement; the time of other processes is counted
 
 
 def children(pid: int) -> list[int]:
@@ -314,7 +314,7 @@ def test_the_share_of_other_processes_is_computed(tmp_path, monkeypatch):
 def test_child_processes_do_not_count_as_others():
     before = timing.sample_processors()
     if before is None:
-        pytest.skip("the system does not tell")
+        pytest.skip("the system does not report processor times")
     own = time.process_time()
     with timing.keep_busy(1):
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The recall benchmark: full is always among the variants, summaries add up, and modes keep their losses apart."""
+"""The recall benchmark: full is always measured, summaries add up, and each mode has its own losses."""
 
 import json
 
@@ -14,7 +14,7 @@ from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
 STREAMING = "streaming:budget=64,sink=4"
-TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
+TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, head size, float32
 
 
 def test_full_recalls_what_streaming_forgets(tmp_path):
@@ -35,7 +35,7 @@ def test_full_recalls_what_streaming_forgets(tmp_path):
 def test_facts_dropped_by_streaming_return_after_a_switch():
     result = recall.run(Recall((STREAMING,), tasks=("switches",), lengths=(300,), cases=1, inside=20))
     right = {(row["variant"], row["asked"]): row["right"] for row in result["summary"]}
-    assert set(right) == {(told, asked) for told in ("full", STREAMING) for asked in ("full", STREAMING)}
+    assert set(right) == {(variant, asked) for variant in ("full", STREAMING) for asked in ("full", STREAMING)}
     assert right["full", "full"] == right[STREAMING, "full"] == 1
     assert right["full", STREAMING] == right[STREAMING, STREAMING] == 0
     (table,) = tables(result)
@@ -57,7 +57,7 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     settings = Recall(("sync", "streaming:budget=512"), ("passkey",), (2000,), (0.3,), cases=1)
     rows = recall.run(settings, ModelChoice(device="cpu"))["summary"]
     assert [row["right"] for row in rows] == [1, 1, 0]
-    stored = rows[0]["read_tokens"] * TOKEN_BYTES  # on a CPU full holds nothing beside what is stored
+    stored = rows[0]["read_tokens"] * TOKEN_BYTES  # on a CPU full holds only what is stored
     assert rows[1]["kv_device_bytes"] < 0.54 * stored
 
 
@@ -79,7 +79,7 @@ def test_the_help_names_every_task():
     assert {task for task in TASKS if task not in named} == set()
 
 
-# ---- The cases of the recall benchmark: drawn by seed, with every answer told at its place
+# ---- Cases of the recall benchmark: drawn by seed, with each answer at its depth
 
 
 LENGTH = 600
@@ -87,14 +87,14 @@ LENGTH = 600
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_seed_determines_a_case_that_contains_its_answer(task, tokenizer):
-    made = case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
-    assert made == case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
-    assert made != case(task, LENGTH, 0.5, 4, "0/2", tokenizer)
-    told = " ".join(turn.content for turn in made.turns[:-1])
-    assert told.count(made.answer) == 1
-    assert made.answer not in made.turns[-1].content
-    assert made.turns[-1].role == "user"
-    assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
+    drawn = case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
+    assert drawn == case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
+    assert drawn != case(task, LENGTH, 0.5, 4, "0/2", tokenizer)
+    text = " ".join(turn.content for turn in drawn.turns[:-1])
+    assert text.count(drawn.answer) == 1
+    assert drawn.answer not in drawn.turns[-1].content
+    assert drawn.turns[-1].role == "user"
+    assert 0.95 * LENGTH < len(tokenizer.encode(text)) < 1.35 * LENGTH
 
 
 def test_texts_can_be_longer_than_the_book(tokenizer):
@@ -104,9 +104,9 @@ def test_texts_can_be_longer_than_the_book(tokenizer):
 @pytest.mark.parametrize("task", sorted(set(TASKS) - set(WITHOUT_DEPTH)))
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_the_fact_appears_at_its_depth(task, depth, tokenizer):
-    made = case(task, LENGTH, depth, 4, "0/3", tokenizer)
-    text = made.turns[0].content
-    assert text.index(made.answer) / len(text) == pytest.approx(depth, abs=0.12)
+    drawn = case(task, LENGTH, depth, 4, "0/3", tokenizer)
+    text = drawn.turns[0].content
+    assert text.index(drawn.answer) / len(text) == pytest.approx(depth, abs=0.12)
 
 
 def test_key_and_chain_texts_contain_their_statements(tokenizer):
@@ -120,15 +120,15 @@ def test_key_and_chain_texts_contain_their_statements(tokenizer):
 
 def test_switch_cases_state_the_passkey_once_and_early(tokenizer):
     for number in range(12):
-        made = case("switches", 3000, 0.0, 4, f"0/{number}", tokenizer)
-        told = [i for i, turn in enumerate(made.turns) if made.answer in turn.content]
-        assert len(told) == 1
-        assert told[0] < len(made.turns) - 5
-        assert made.turns[-1].content == "What is the passkey?"
-        assert 2900 < sum(len(tokenizer.encode(turn.content)) for turn in made.turns) < 3300
+        drawn = case("switches", 3000, 0.0, 4, f"0/{number}", tokenizer)
+        stated = [i for i, turn in enumerate(drawn.turns) if drawn.answer in turn.content]
+        assert len(stated) == 1
+        assert stated[0] < len(drawn.turns) - 5
+        assert drawn.turns[-1].content == "What is the passkey?"
+        assert 2900 < sum(len(tokenizer.encode(turn.content)) for turn in drawn.turns) < 3300
 
 
-# ---- The benchmark of drafts: both ways answer the same task, and the rows say how many forwards it took
+# ---- The draft benchmark: answers with and without drafts are equal, and rows count the forwards
 
 
 CPU = ModelChoice(device="cpu", dtype="float32")

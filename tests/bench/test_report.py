@@ -1,4 +1,4 @@
-"""Reports: their tables and notes, and the results that they refuse."""
+"""Reports: their tables and notes, and the results that they reject."""
 
 import json
 
@@ -20,7 +20,7 @@ RESULT |= {"model": {"name": "tiny", "dtype": "float32", "weights": ""}, "summar
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a result with changes, without what is None."""
+    """Write the result with changes; parts that are None are left out."""
 
     def write(name, **changes):
         result = {part: value for part, value in {**RESULT, **changes}.items() if value is not None}
@@ -59,7 +59,7 @@ def test_damaged_results_are_rejected(write, changes, message):
     assert message in str(ran.exception)
 
 
-# ---- Tables in Markdown: nothing in a cell breaks out of it
+# ---- Tables in Markdown: no text breaks out of its cell
 
 
 def test_tables_are_rendered_as_markdown():

@@ -1,4 +1,4 @@
-"""Passages of texts: where they are cut, and what is refused."""
+"""Passages of texts: how they are cut, and which texts are rejected."""
 
 import pytest
 from typer.testing import CliRunner
@@ -52,7 +52,7 @@ def test_files_without_text_are_rejected_before_loading(command, content, messag
     assert f"text.txt {message}" in str(ran.exception)
 
 
-# ---- Quantiles and intervals against known values
+# ---- Quantiles and intervals compared with known values
 
 
 @pytest.mark.parametrize(

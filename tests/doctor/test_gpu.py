@@ -1,4 +1,4 @@
-"""The GPU's checks with a fake pynvml and a stand-in for torch."""
+"""The GPU checks with a fake pynvml and a fake torch."""
 
 import shlex
 import sys
@@ -18,7 +18,7 @@ from kvchat.nvml import GpuInfo, PcieLink
 RTX = GpuInfo("NVIDIA GeForce RTX 4090", 24 * GiB, GiB, (8, 9), None, PcieLink(1, 16), PcieLink(4, 16))
 
 
-def changed(**readings: object) -> GpuInfo:
+def gpu_with(**readings: object) -> GpuInfo:
     return GpuInfo(**{**vars(RTX), **readings})
 
 
@@ -26,21 +26,21 @@ def test_the_gpu_check_shows_memory_and_pcie_link():
     shown = (
         "NVIDIA GeForce RTX 4090, 23.0 GiB of 24.0 GiB free, compute capability 8.9, PCIe gen 1 x16, at best gen 4 x16"
     )
-    assert machine.gpu(RTX) == Check("GPU", "ok", shown), "an idle link is slow, which is no fault"
-    assert "fewer lanes" in machine.gpu(changed(link=PcieLink(4, 8))).advice
-    assert "7.5 (no bfloat16" in machine.gpu(changed(compute_capability=(7, 5))).found
-    nothing = "n/a, memory n/a, compute capability n/a, PCIe n/a, at best n/a"
-    assert machine.gpu(GpuInfo()) == Check("GPU", "ok", nothing)
+    assert machine.gpu(RTX) == Check("GPU", "ok", shown), "a slow idle link is normal"
+    assert "fewer lanes" in machine.gpu(gpu_with(link=PcieLink(4, 8))).advice
+    assert "7.5 (no bfloat16" in machine.gpu(gpu_with(compute_capability=(7, 5))).found
+    unknown = "n/a, memory n/a, compute capability n/a, PCIe n/a, at best n/a"
+    assert machine.gpu(GpuInfo()) == Check("GPU", "ok", unknown)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, missing: tuple[str, ...] = ()) -> list[Check]:
+def checks_of(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, missing: tuple[str, ...] = ()) -> list[Check]:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, missing=missing))
-    monkeypatch.setattr(available, "host_free", lambda: 0)  # nothing is pinned here
+    monkeypatch.setattr(available, "host_free", lambda: 0)  # no free memory: nothing is pinned
     return list(machine.gpu_checks("auto", torch_like(), has_triton=True))
 
 
 def test_every_gpu_has_a_check(monkeypatch):
-    checks = found(monkeypatch, FakeGpu(), FakeGpu("H100", link_max=(5, 16), link=(5, 8)))
+    checks = checks_of(monkeypatch, FakeGpu(), FakeGpu("H100", link_max=(5, 16), link=(5, 8)))
     assert [check.name for check in checks] == ["driver", "GPU", "GPU", "device", "pinning", "decode steps"]
     assert checks[0].found == "570.1, 2 GPUs"
     assert [check.state for check in checks[1:3]] == ["ok", "warning"]
@@ -50,14 +50,14 @@ def test_every_gpu_has_a_check(monkeypatch):
     "missing", ["Name", "MemoryInfo", "CudaComputeCapability", "PciInfo", "CurrPcieLinkWidth", "MaxPcieLinkGeneration"]
 )
 def test_missing_nvml_readings_are_no_problem(monkeypatch, missing):
-    checks = found(monkeypatch, FakeGpu(), missing=(f"nvmlDeviceGet{missing}",))
+    checks = checks_of(monkeypatch, FakeGpu(), missing=(f"nvmlDeviceGet{missing}",))
     assert all(check.state != "problem" for check in checks)
     assert ("n/a" in checks[1].found) == (missing != "PciInfo")
 
 
 @pytest.mark.parametrize("missing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
 def test_torch_finds_the_gpu_without_nvml(monkeypatch, missing):
-    checks = {check.name: check for check in found(monkeypatch, FakeGpu(), missing=(missing,))}
+    checks = {check.name: check for check in checks_of(monkeypatch, FakeGpu(), missing=(missing,))}
     assert "GPU" not in checks
     assert not lacks(checks["device"].found, "auto", "cuda")
 
@@ -131,14 +131,14 @@ def test_a_real_gpu_passes_its_checks():
     assert "PCIe gen" in found["GPU"].found
 
 
-# ---- Commands that start a server: what they hold back of memory, and what is offered on which GPUs
+# ---- Commands that start a server: the memory they reserve, and the options for each GPU
 
 
 GIB = 2**30
 ADA, AMPERE = GpuInfo("RTX 4090", 24 * GIB, 0, (8, 9)), GpuInfo("RTX 3060", 12 * GIB, 0, (8, 6))
 
 
-def given(command: str, option: str) -> str:
+def value(command: str, option: str) -> str:
     words = shlex.split(command)
     return words[words.index(option) + 1]
 
@@ -146,7 +146,7 @@ def given(command: str, option: str) -> str:
 def test_cpu_servers_get_a_quarter_of_free_memory():
     found = commands([], 16 * GIB)
     assert found["vLLM"].startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve")
-    assert given(found["llama-server"], "--cache-ram") == "4096"
+    assert value(found["llama-server"], "--cache-ram") == "4096"
     assert not found["SGLang"]
 
 
@@ -154,15 +154,15 @@ def test_cpu_servers_get_a_quarter_of_free_memory():
 def test_only_gpus_with_fp8_get_an_8_bit_kv_cache(gpu):
     found = commands([gpu], 64 * GIB)
     assert ("--kv-cache-dtype" in found["vLLM"]) is ("--kv-cache-dtype" in found["SGLang"]) is (gpu is ADA)
-    assert given(found["vLLM"], "--kv-offloading-size") == "16"
-    assert given(found["llama-server"], "-ctk") == "q8_0"
-    assert not any(set(command) & set(";()") for command in found.values()), "a shell takes them for its own"
+    assert value(found["vLLM"], "--kv-offloading-size") == "16"
+    assert value(found["llama-server"], "-ctk") == "q8_0"
+    assert not any(set(command) & set(";()") for command in found.values()), "a shell would interpret them"
 
 
 def test_several_gpus_split_a_model_and_limit_host_caches():
     found = commands([ADA, ADA], 120 * GIB)
-    assert given(found["vLLM"], "--tensor-parallel-size") == given(found["SGLang"], "--tensor-parallel-size") == "2"
-    assert given(found["SGLang"], "--hicache-ratio") == "1.2"
-    assert given(commands([ADA], 120 * GIB)["SGLang"], "--hicache-ratio") == "2.0"
+    assert value(found["vLLM"], "--tensor-parallel-size") == value(found["SGLang"], "--tensor-parallel-size") == "2"
+    assert value(found["SGLang"], "--hicache-ratio") == "1.2"
+    assert value(commands([ADA], 120 * GIB)["SGLang"], "--hicache-ratio") == "2.0"
     assert "hierarchical" not in commands([ADA, ADA], 64 * GIB)["SGLang"]
     assert "offloading" not in commands([ADA], 2 * GIB)["vLLM"]

@@ -1,4 +1,4 @@
-"""The machine's checks over trees that look like /proc and /sys: findings, and when they are a warning."""
+"""The machine's checks on fake /proc and /sys trees: what they find, and when they warn."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +31,9 @@ def test_a_process_bound_away_from_its_gpu_is_a_warning(tmp_path, monkeypatch, c
     assert ("--cpunodebind=1 --membind=1" in check.advice) == warns
 
 
-@pytest.mark.parametrize("told", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
-def test_unknown_numa_nodes_are_ok(tmp_path, told):
-    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at an unknown node")
+@pytest.mark.parametrize("files", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
+def test_unknown_numa_nodes_are_ok(tmp_path, files):
+    assert numa(BUS, tree(tmp_path, files)) == Check("NUMA", "ok", f"{BUS} at an unknown node")
 
 
 def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:

@@ -59,19 +59,19 @@ def test_json_output_lists_the_checks(found, capsys):
 
 
 def test_this_machine_can_run_kvchat(capsys):
-    """tests/cli/test_main_environment.py runs it as a command."""
+    """tests/cli/test_main_environment.py runs this as a command."""
     code = report.doctor(as_json=True)
-    told = capsys.readouterr()
-    said = json.loads(told.out)
-    assert (code, said["usable"], told.err) == (0, True, "")
-    names = [check["name"] for check in said["checks"]]
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert (code, result["usable"], output.err) == (0, True, "")
+    names = [check["name"] for check in result["checks"]]
     for name in ("torch", "driver", "pinning", "decode steps", "container", "bundled model", "terminal"):
         assert name in names
 
 
 def test_a_machine_with_gpus_passes_every_check(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(), FakeGpu(bus_id="00000000:66:00.0")))
-    monkeypatch.setattr(available, "host_free", lambda: 0)  # nothing is pinned here
+    monkeypatch.setattr(available, "host_free", lambda: 0)  # no free memory: nothing is pinned
     modules = {"torch": torch_like(), "transformers": SimpleNamespace(__version__="5.20")}
     monkeypatch.setattr(installation, "import_module", importing(**modules))
     found = list(report.checks())
@@ -89,7 +89,7 @@ def test_the_report_works_without_libraries(monkeypatch):
     assert "terminal" in found
 
 
-# ---- Python and the libraries: versions, what is missing or broken, and what only a GPU needs
+# ---- Python and the libraries: versions, missing or broken ones, and those only a GPU needs
 
 
 PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra == "test"']
@@ -97,7 +97,7 @@ PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra =
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes these modules, or errors of importing them, the only ones installed."""
+    """Let only these modules be installed; an error is raised when its module is imported."""
 
     def install(**modules):
         monkeypatch.setattr(installation, "import_module", importing(**modules))
@@ -169,7 +169,7 @@ def test_missing_libraries_are_all_reported(installed):
     assert found["bitsandbytes"].found.startswith("not installed")
 
 
-# ---- kvchat's own files: settings, the bundled model and the data folder, good and broken
+# ---- kvchat's own files: settings, the bundled model and the data folder, intact and broken
 
 
 def test_invalid_settings_are_a_problem_but_a_missing_file_is_ok():

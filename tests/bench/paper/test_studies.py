@@ -1,4 +1,4 @@
-"""The studies of the papers: each runs to the end in small sizes, with published figures next to measured ones."""
+"""The papers' studies: each runs to the end at small sizes and lists published figures next to measured ones."""
 
 import json
 from dataclasses import replace
@@ -37,9 +37,9 @@ EXPLANATION_TOKENS = 80
 
 @pytest.fixture(scope="module")
 def results(bundled):
-    """Each study measured once in small sizes; the length of the explanation is patched, because it is not a setting.
+    """Each study, run once at small sizes; the explanation's length is patched because it is not a setting.
 
-    Only the study that searches needles has the bundled model; the others have a tiny random one with its tokenizer.
+    Only the needle study uses the bundled model; the others use a tiny random one with its tokenizer.
     """
     tiny = tiny_models.fresh("llama", vocab_size=bundled.vocab, max_position_embeddings=bundled.context)
     small = wrap(tiny, bundled.tokenizer, "small")
@@ -49,7 +49,7 @@ def results(bundled):
         made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
         found = {}
         for name, (study, settings) in made.items():
-            patched.setattr(ModelChoice, "load", lambda *_, has=bundled if name == "synckv" else small: has)
+            patched.setattr(ModelChoice, "load", lambda *_, model=bundled if name == "synckv" else small: model)
             found[name] = study.run(settings, only=SIZES[name][1])
         return found
 
@@ -108,7 +108,7 @@ def test_explanations_have_the_published_length_and_are_compared(results):
     assert 0 <= rows["freeze:profile=paper,K=32,k=2"]["tokens as full's"] <= rows["full"]["tokens as full's"]
 
 
-@pytest.mark.slow("each mode answers, decodes and is timed: all of them in the long form")
+@pytest.mark.slow("each mode answers, decodes and is timed; the long form runs all of them")
 def test_one_table_compares_all_modes_with_full_and_speculative(bundled, monkeypatch):
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
     monkeypatch.setattr(comparison, "DEPTHS", (0.5,))
@@ -127,13 +127,13 @@ def test_one_table_compares_all_modes_with_full_and_speculative(bundled, monkeyp
     assert full["mass covered"] == pytest.approx(1, abs=1e-3)
     assert window["share read"] < speculative["share read"] + 0.2 < 0.9
     assert window["KL"] > speculative["KL"] > 0
-    assert window["KL: p against speculative"] == 0.5, "two passages, both farther from full"
+    assert window["KL: p against speculative"] == 0.5, "in both passages farther from full"
     assert all(row[name] > 0 for row in rows.values() for name in ("ms a token", "processor ms a token"))
     assert (full["facts: p against full"], speculative["KL: p against speculative"]) == (None, None)
     assert 0 < window["facts: p against full"] <= 1
     (table,) = tables(result)
     assert len(table.rows) == len(rows)
-    assert len(every) == len(registered()) + 1, "and speculative as published"
+    assert len(every) == len(registered()) + 1, "plus speculative with the paper's profile"
 
 
 def test_perplexities_match_within_the_cap_and_differ_beyond_it(results):
@@ -146,11 +146,11 @@ def test_perplexities_match_within_the_cap_and_differ_beyond_it(results):
 
 def test_every_variant_warms_up_before_the_trials(bundled, monkeypatch):
     study, settings = chosen("lazy-pruning", ["cap=40", "long=48", "trials=2"])
-    read, figures = [], dict.fromkeys(("ttft", "seconds", "kv", "tpot", "perplexity", "peak"), 1.0)
+    lengths, figures = [], dict.fromkeys(("ttft", "seconds", "kv", "tpot", "perplexity", "peak"), 1.0)
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: bundled)
-    monkeypatch.setattr(lazy_pruning, "_decoded", lambda lab, ids, params: read.append(len(ids)) or figures)
+    monkeypatch.setattr(lazy_pruning, "_decoded", lambda lab, ids, params: lengths.append(len(ids)) or figures)
     study.run(settings, only=["table-1"])
-    assert read == 3 * [lazy_pruning.PROMPT + lazy_pruning.WARM_UP] + 2 * 3 * [lazy_pruning.PROMPT + 48]
+    assert lengths == 3 * [lazy_pruning.PROMPT + lazy_pruning.WARM_UP] + 2 * 3 * [lazy_pruning.PROMPT + 48]
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_bad_input_is_rejected_before_measuring(arguments, message):
     assert message in str(ran.exception)
 
 
-# ---- FreeKV's ablation: the layer below is asked where it is the source
+# ---- FreeKV's ablation: queries from the layer below
 
 
 PROMPT = [token % 251 for token in range(7, 807)]
 
 
 def attended(walk, parameters):
-    """Masks of the tokens that three decoded tokens read."""
+    """Masks of the tokens read by three decoded tokens."""
     walk.begin(PROMPT, parameters)
     found = []
     for token in (9, 40, 77):
@@ -203,16 +203,16 @@ def test_queries_come_from_the_layer_below_at_the_same_step(tiny_shape, monkeypa
     """Every layer but the first retrieves with the query of the layer below."""
     from kvchat.kv.modes.freekv import FreeKV
 
-    given, begin = [], FreeKV.attention_begin
+    queries, begin = [], FreeKV.attention_begin
     monkeypatch.setattr(
         FreeKV,
         "attention_begin",
-        lambda self, layer, query, key: given.append(query.clone()) or begin(self, layer, query, key),
+        lambda self, layer, query, key: queries.append(query.clone()) or begin(self, layer, query, key),
     )
     walk = Walk(tiny_shape)
     walk.begin(PROMPT, AblatedParameters(budget=192, tau=2, source="layer below"))
-    given.clear()
+    queries.clear()
     walk.step(9)
     own = list(walk.queries)
-    assert torch.allclose(given[0].float(), own[0])
-    assert all(torch.allclose(asked.float(), below) for asked, below in zip(given[1:], own, strict=False))
+    assert torch.allclose(queries[0].float(), own[0])
+    assert all(torch.allclose(used.float(), below) for used, below in zip(queries[1:], own, strict=False))
