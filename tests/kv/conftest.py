@@ -1,4 +1,4 @@
-"""Freeze's constants are for long conversations: in these tests tokens freeze from the first steps on."""
+"""Freeze's constants suit long conversations; here tokens freeze from the first steps on."""
 
 import pytest
 from support.freeze_run import EARLY, ruled

@@ -1,4 +1,4 @@
-"""A prefill's attention against dense attention in float64, on every kernel a device may choose."""
+"""Prefill attention against dense attention in float64, with every kernel a device may choose."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from kvchat.kv.rope import Rotation, cos_sin, rotate
 SIZES = st.integers(1, 48)
 
 
-def drawn(heads: int, group: int, n: int, start: int, d_k: int, d_v: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def draw_qkv(heads: int, group: int, n: int, start: int, d_k: int, d_v: int, dtype: torch.dtype) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     shapes = (heads * group, n, d_k), (heads, start + n, d_k), (heads, start + n, d_v)
     # As the model gives them: tokens first in memory, heads first in shape.
@@ -49,7 +49,7 @@ def spec_of(window: int | None, softcap: float | None, sinks: bool, q_heads: int
 @example(2, 2, 30, 0, None, None, False, (16, 16), torch.float32, 2**22)
 def test_every_kernel_matches_dense_attention(heads, group, n, start, window, softcap, sinks, width, dtype, block):
     spec = spec_of(window, softcap, sinks, heads * group)
-    q, k, v = drawn(heads, group, n, start, *width, dtype)
+    q, k, v = draw_qkv(heads, group, n, start, *width, dtype)
     plain = softcap is None and not sinks
     kernels = [None, Kernel.SCORES] + [Kernel.MASKED] * plain
     unbounded = plain and (window is None or window >= start + n)
@@ -70,31 +70,31 @@ def test_mask_and_score_memory_is_bounded(kernel, window, monkeypatch):
     sizes = []
     bias = attention.causal_bias
 
-    def noted(*args):
+    def recording(*args):
         made = bias(*args)
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(attention, "causal_bias", noted)
+    monkeypatch.setattr(attention, "causal_bias", recording)
     monkeypatch.setattr(attention, "MASK_BLOCK", 4000)
     monkeypatch.setattr(attention, "SCORE_BLOCK", 16000)
-    q, k, v = drawn(2, 2, 150, 3000, 8, 8, torch.float32)
+    q, k, v = draw_qkv(2, 2, 150, 3000, 8, 8, torch.float32)
     attend_prefill(q, k, v, 3000, spec_of(window, None, False, 4), kernel)
     assert max(sizes) <= 4000  # SCORE_BLOCK counts all four heads' scores
-    assert min(sizes[:-1]) > 2000 or window is None  # and blocks are as large as they may be
+    assert min(sizes[:-1]) > 2000 or window is None  # and blocks are as large as allowed
 
 
 def test_a_block_reads_only_keys_visible_to_its_queries(monkeypatch):
     seen = []
     masked = attention._masked
 
-    def noted(query, keys, *args):
+    def recording(query, keys, *args):
         seen.append((query.shape[1], keys.shape[1]))
         return masked(query, keys, *args)
 
-    monkeypatch.setattr(attention, "_masked", noted)
+    monkeypatch.setattr(attention, "_masked", recording)
     monkeypatch.setitem(attention.ROWS, "cpu", 40)
-    q, k, v = drawn(1, 1, 100, 500, 8, 8, torch.float32)
+    q, k, v = draw_qkv(1, 1, 100, 500, 8, 8, torch.float32)
     attend_prefill(q, k, v, 500, spec_of(64, None, False, 1))
     attend_prefill(q, k, v, 500, spec_of(None, None, False, 1), Kernel.MASKED)
     assert seen == [(40, 103), (40, 103), (20, 83), (40, 540), (40, 580), (20, 600)]
@@ -102,7 +102,7 @@ def test_a_block_reads_only_keys_visible_to_its_queries(monkeypatch):
 
 def test_the_flash_attention_mask_takes_no_memory():
     """torch's own constructor allocates 2 * n * total float32: for a prompt of 128K tokens 128 GiB."""
-    q, k, v = drawn(1, 1, 3, 4, 8, 8, torch.float32)
+    q, k, v = draw_qkv(1, 1, 3, 4, 8, 8, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             attention.F, "scaled_dot_product_attention", lambda *args, **_: [args[3].untyped_storage().nbytes()]
@@ -117,7 +117,7 @@ def test_the_flash_attention_mask_takes_no_memory():
 @pytest.mark.parametrize("spec", [(None, None, False), (300, None, False), (None, 2.0, False), (300, None, True)])
 def test_gpu_attention_is_exact_within_its_workspace(start, d, dtype, spec):
     layer = spec_of(*spec, 8)
-    q, k, v = (x.cuda() for x in drawn(2, 4, 1500, start, d, d, dtype))
+    q, k, v = (x.cuda() for x in draw_qkv(2, 4, 1500, start, d, d, dtype))
     sinks = None if layer.sinks is None else layer.sinks.cuda()
     on_device = AttentionSpec(layer.scaling, layer.window, layer.softcap, sinks)
     torch.cuda.synchronize()
@@ -134,10 +134,10 @@ def test_gpu_attention_is_exact_within_its_workspace(start, d, dtype, spec):
         assert float((output[:, i : i + 1].cpu().double() - wanted).abs().max()) <= TOLERANCE[dtype]
 
 
-# ---- Errors that say that memory ran out, of whatever library
+# ---- Out-of-memory errors of every library
 
 
-SHORTAGES = [
+OUT_OF_MEMORY = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
@@ -161,7 +161,7 @@ def session():
     opened.close()
 
 
-@pytest.mark.parametrize("error", SHORTAGES, ids=repr)
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
 def test_out_of_memory_errors_are_explained(session, error):
     assert is_out_of_memory(error)
     with pytest.raises(OutOfMemoryError) as caught, explained(session._kv, "answering"):
@@ -176,7 +176,7 @@ def test_other_errors_are_not_changed(session, error):
         raise error
 
 
-# ---- The plan of a prefill: its bytes, the largest chunk that fits, refusals
+# ---- The plan of a prefill: its bytes, the largest chunk that fits, and refusals
 
 
 GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
@@ -189,7 +189,7 @@ def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 10
 
 
 def test_prefill_bytes_of_an_8b_model():
-    """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
+    """32K tokens: 134 MB of K/V for one layer, held at most twice for any number of layers."""
     layer = 32768 * 8 * 2 * 128 * 2
     assert prefill.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
     assert prefill.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
@@ -224,9 +224,9 @@ def test_short_prompts_need_memory_only_for_their_tokens():
 def test_refusals_state_the_numbers():
     with pytest.raises(DoesNotFitError) as refused:
         planned(5 * 10**8, stored=30_000)
-    told = str(refused.value)
-    assert "20,000 tokens after 30,000" in told
-    assert [number for number in ("696 MiB", "512 at a time", "391 MiB", "448 MiB") if number not in told] == []
+    message = str(refused.value)
+    assert "20,000 tokens after 30,000" in message
+    assert [number for number in ("696 MiB", "512 at a time", "391 MiB", "448 MiB") if number not in message] == []
 
 
 @pytest.mark.parametrize("delta", [100_000, 10_000_000])

@@ -1,4 +1,4 @@
-"""Looking at slots: what is wrong in them is found, and the counts of screens are those of the masks."""
+"""Inspecting slots: wrong slots are found, and displayed counts match the masks."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_counts_match_the_masks(row):
     run.step()
     read = [attended(state, layer).sum(1).float().mean() for layer in range(len(MIXED))]
     assert read_tokens(state) - before == pytest.approx(float(torch.stack(read).mean()))
-    run.prefill(5)  # all of it reads everything
+    run.prefill(5)  # a prefill reads everything
     masks = torch.stack([attended(state, layer) for layer in range(len(MIXED))])
     assert torch.equal(attended_counts(state), masks.sum((0, 1)))
 
@@ -43,7 +43,7 @@ def test_held_counts_match_the_slot_tables():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda slots, slot: slots.values(2)[1, slot].add_(1), "layer 2, head 1: values"),
         (lambda slots, slot: slots.keys(1)[3, slot].add_(1), "layer 1, head 3: keys"),
@@ -55,16 +55,16 @@ def test_held_counts_match_the_slot_tables():
         ),
     ],
 )
-def test_slots_with_wrong_contents_are_found(wrong, said):
+def test_slots_with_wrong_contents_are_found(wrong, message):
     state = run_of("streaming", ("plain",) * 3).kv.state
     check_integrity(state)
     (slots,) = state.slots
     wrong(slots, int(slots.table[0, 0].argmax()) - 5)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         check_integrity(state)
 
 
-# ---- Coverage is the share of dense attention in float64 that falls on what was read
+# ---- Coverage: the share of dense attention in float64 that falls on the tokens read
 
 
 WITHIN = 1e-5
@@ -109,80 +109,80 @@ def test_best_tokens_and_pages_match_a_brute_force_search(read):
     assert torch.allclose(inspect.covered_by_pages(shares, number, 4), torch.tensor(wanted, dtype=torch.float32))
 
 
-# ---- looks while an answer is decoded
+# ---- coverage sampled while an answer is decoded
 
 
 class Clock:
-    """Seconds that pass as a test says; a look at a layer takes ``look_s``."""
+    """A clock that the test sets; a sample of a layer takes ``sample_s`` seconds."""
 
-    def __init__(self, look_s: float) -> None:
-        self.now, self.look_s = 0.0, look_s
+    def __init__(self, sample_s: float) -> None:
+        self.now, self.sample_s = 0.0, sample_s
 
     def __call__(self) -> float:
         return self.now
 
 
 def watched(
-    run: Run, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.001
+    run: Run, monkeypatch: pytest.MonkeyPatch, sample_s: float = 0.001
 ) -> tuple[inspect.CoverageWatch, Clock, list]:
-    clock, looked, covered = Clock(look_s), [], inspect.covered
+    clock, sampled, covered = Clock(sample_s), [], inspect.covered
 
     def taking_time(state, layer, heads):
-        looked.append((layer, heads.start))
-        clock.now += clock.look_s
+        sampled.append((layer, heads.start))
+        clock.now += clock.sample_s
         return covered(state, layer, heads)
 
     monkeypatch.setattr(inspect, "covered", taking_time)
-    return inspect.CoverageWatch(run.kv.state, clock), clock, looked
+    return inspect.CoverageWatch(run.kv.state, clock), clock, sampled
 
 
 def test_heads_are_sampled_in_turn_and_the_newest_sample_counts(monkeypatch):
     run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8)).begun(150)
-    exact, (watch, clock, looked) = inspect.covered, watched(run, monkeypatch)
+    exact, (watch, clock, sampled) = inspect.covered, watched(run, monkeypatch)
     watch.sample()
-    assert (looked, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
+    assert (sampled, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
     expected = {}
     for _ in range(20):
         run.step()
         clock.now += 1
-        before = len(looked)
+        before = len(sampled)
         watch.sample()
-        for layer, head in looked[before:]:
+        for layer, head in sampled[before:]:
             expected[layer, head] = exact(run.kv.state, layer, slice(head, head + inspect.HEADS))
         shares = torch.cat(list(expected.values()))
         assert watch.share == pytest.approx(float(shares.mean()), abs=1e-6)
     assert set(expected) == {(layer, head) for layer in range(len(MIXED)) for head in (0, 4)}
-    assert len(looked) >= 20
+    assert len(sampled) >= 20
     assert 0 < watch.lowest <= watch.share < 1
     assert watch.has_seen_enough
     before = watch.share
     watch.begin()
-    assert watch.lowest == watch.share == before, "what was seen counts in the next answer too"
+    assert watch.lowest == watch.share == before, "samples carry over to the next answer"
     watch.restart()
     assert (watch.share, watch.lowest, watch.has_seen_enough) == (None, None, False)
 
 
-@pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
-def test_sampling_stays_within_its_share_of_time(look_s, monkeypatch):
+@pytest.mark.parametrize("sample_s", [0.0001, 0.002, 0.05])
+def test_sampling_stays_within_its_share_of_time(sample_s, monkeypatch):
     run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
-    watch, clock, looked = watched(run, monkeypatch, look_s)
+    watch, clock, sampled = watched(run, monkeypatch, sample_s)
     run.step()
     for _ in range(4000):
         clock.now += 0.02
         watch.sample()
-    assert len(looked) * look_s <= inspect.COST * clock.now + inspect.LOOKS * look_s
-    assert len(looked) >= min(4000, 0.9 * inspect.COST * clock.now / max(look_s, inspect.FIRST_S)) - inspect.LOOKS
+    assert len(sampled) * sample_s <= inspect.COST * clock.now + inspect.LOOKS * sample_s
+    assert len(sampled) >= min(4000, 0.9 * inspect.COST * clock.now / max(sample_s, inspect.FIRST_S)) - inspect.LOOKS
 
 
 def test_one_slow_sample_does_not_stop_sampling(monkeypatch):
     run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8)).begun(150)
-    watch, clock, looked = watched(run, monkeypatch)
+    watch, clock, sampled = watched(run, monkeypatch)
     run.step()
     for n in range(600):
-        clock.look_s = 100.0 if n == 100 else 0.001
+        clock.sample_s = 100.0 if n == 100 else 0.001
         clock.now += 0.02
         watch.sample()
-    assert len(looked) > 30
+    assert len(sampled) > 30
 
 
 def test_full_mode_is_covered_without_reading_keys(monkeypatch):

@@ -32,7 +32,7 @@ PLAIN = ("plain", "plain")
 
 @pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159]))
 def test_tokens_written_after_a_truncation_are_read(row, to):
-    """A mode's two core rows to one of the lengths each, to all in the long form; ``test_properties`` to any."""
+    """Each mode's two core rows with one length each, all in the long form; ``test_properties`` has any."""
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(135, 25)
     run.truncate(to)
     run.check()
@@ -59,7 +59,7 @@ def test_a_failed_step_stores_nothing_and_the_next_is_correct(row):
     fail_in_step(run)
     assert run.kv.total == 140
     assert all(torch.equal(a, b) for a, b in zip(stored_rows(run.kv), before, strict=True))
-    if run.kv.mode.name != "streaming":  # what was kept before the step is kept after it, and nothing else
+    if run.kv.mode.name != "streaming":  # which keeps exactly what it kept before the step
         run.reference.enter(140)
     run.step(20)
     run.check()
@@ -70,21 +70,21 @@ CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOp
 
 @pytest.mark.parametrize("row", CORE)
 def test_interrupted_steps_leave_no_wrong_slot(row, monkeypatch):
-    """Before each change, and after it."""
+    """Before and after each change."""
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
 
-    def cutting(genuine, is_after):
-        def cut(*args):
+    def interrupting(genuine, is_after):
+        def interrupted(*args):
             if is_after:
                 genuine(*args)
             raise KeyboardInterrupt
 
-        return cut
+        return interrupted
 
     for (name, owner), is_after in product(CHANGES.items(), (False, True)):
         before = stored_rows(run.kv)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr(owner, name, cutting(getattr(owner, name), is_after))
+            patch.setattr(owner, name, interrupting(getattr(owner, name), is_after))
             run.step_alone()
         assert int(run.kv.state.position) == run.kv.total
         check_integrity(run.kv.state)
@@ -182,12 +182,12 @@ def test_a_failed_truncation_is_completed_by_the_next_step(monkeypatch):
 
 def test_an_interrupted_prefill_changes_nothing():
     run = Run(toy(PLAIN, page=8), "full").begun(60)
-    run.kv.begin_prefill(10)  # and no more: interrupted before its forward
+    run.kv.begin_prefill(10)  # interrupted before its forward
     run.step(5)
     run.check()
 
 
-# ---- Tokens checkpointed and restored: the same bytes, and a mode that goes on with them as before
+# ---- Checkpoint and restore: the same bytes, and a mode that continues from them
 
 
 @pytest.mark.parametrize("row", FIRST.values())
@@ -222,7 +222,7 @@ def test_full_precision_and_8_bit_pages_are_restored():
     with prefill(kv, 30):
         for layer in range(3):
             kv.attention(layer, *run.toy.qkv(layer, list(range(30)), start), run.toy.specs[layer])
-    kv.truncate(0)  # the pool is a plain one again
+    kv.truncate(0)  # the pool is full-precision again
     kv.truncate(0)
     with prefill(kv, start):
         for layer in range(3):

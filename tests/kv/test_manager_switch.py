@@ -1,4 +1,4 @@
-"""Switches of the mode: storms, refusals, memory that runs out (E8)."""
+"""Mode switches: storms, refusals, memory that runs out (E8)."""
 
 import gc
 import random
@@ -25,7 +25,7 @@ PLAIN = ("plain", "plain")
 
 
 def storm(run: Run, switches: int, seed: int) -> list[str]:
-    """Random switches with a few steps between them; the modes that were entered."""
+    """Random switches with a few steps between them; returns the modes entered."""
     dice, entered = random.Random(seed), []
     for _ in range(switches):
         mode, params = ROWS[dice.choice(list(ROWS))]
@@ -44,7 +44,7 @@ def test_a_hundred_switches_change_no_bytes_and_leak_no_memory():
     run.check()
     calm.step(len(run.ids) - len(calm.ids))
     calm.switch("full")
-    # The toy's layers do not depend on each other, so all of them equal the undisturbed run's, not layer 0 only.
+    # The toy's layers are independent, so all of them equal the undisturbed run's, not only layer 0.
     for layer, (one, other) in enumerate(zip(stored_rows(run.kv), stored_rows(calm.kv), strict=True)):
         assert torch.equal(one, other)
         assert torch.equal(one[:, :, :155], before[layer])
@@ -55,8 +55,8 @@ def assert_same_memory(one: KVManager, other: KVManager) -> None:
     gc.collect()
     assert one.device_bytes == other.device_bytes
     assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
-    mine = {id(one.state.geometry), id(other.state.geometry)}  # other tests hold slots too
-    alive = [thing for thing in gc.get_objects() if type(thing) is DeviceSlots and id(thing.geometry) in mine]
+    ours = {id(one.state.geometry), id(other.state.geometry)}  # other tests may hold slots too
+    alive = [each for each in gc.get_objects() if type(each) is DeviceSlots and id(each.geometry) in ours]
     assert len(alive) == len(one.state.slots) + len(other.state.slots)
 
 
@@ -134,7 +134,7 @@ def test_the_old_mode_stays_if_memory_runs_out_in_a_switch(old, new, short, coun
     assert failed > 1
 
 
-# ---- Recall in any order and at any time gives the same answers (E9)
+# ---- Recall in any order and at any time gives the same outputs (E9)
 
 
 NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "streaming")}

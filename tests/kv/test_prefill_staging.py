@@ -1,4 +1,4 @@
-"""A prefill through buffers on the device: the same as on the host, and with what the plan foretells."""
+"""Prefill through buffers on the device: the same results as on the host, in the planned memory."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ def geometry(d_k: int = 8, d_v: int = 8, layers: int = 3, dtype: torch.dtype = t
 def new_kv(g: Geometry, tokens: int, seed: int, device: torch.device = CPU) -> list[tuple[torch.Tensor, torch.Tensor]]:
     random = torch.Generator().manual_seed(seed)
 
-    def drawn(d: int) -> torch.Tensor:
+    def sample(d: int) -> torch.Tensor:
         return torch.randn(tokens, g.kv_heads, d, generator=random).to(device, g.dtype).transpose(0, 1)
 
-    return [(drawn(g.d_k), drawn(g.d_v)) for _ in range(g.layers)]
+    return [(sample(g.d_k), sample(g.d_v)) for _ in range(g.layers)]
 
 
 def run(made: type, host: HostPool, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """One forward's worth; what attention was given, copied."""
+    """Prefill one forward's tokens; returns copies of what attention was given."""
     tokens = kv[0][0].shape[1]
     host.reserve(host.total + tokens)
     prefill = made(host, tokens) if made is StagedPrefill else made(host)
@@ -47,7 +47,7 @@ def contents(host: HostPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @example([8, 8], 0, 8)
 @example([1, 1, 1], 0, 8)
 def test_staged_prefill_equals_direct_prefill(turns, back, d_v):
-    """With turns of any length, after forgetting some tokens, and whatever the pool's segments."""
+    """With turns of any length, truncations between them, and any segments of the pool."""
     g = geometry(d_v=d_v)
     staged, direct = HostPool(g, CPU, context=150), HostPool(g, CPU)
     for seed, tokens in enumerate(turns):
@@ -140,7 +140,7 @@ def test_the_plan_predicts_the_buffer_bytes(stored, new):
     assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_module.staging_bytes(g, stored, new)
 
 
-# ---- on a GPU; the fake one sees what two streams do to one memory without a join
+# ---- on a GPU; the fake one detects races between streams
 
 
 @pytest.mark.cuda

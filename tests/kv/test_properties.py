@@ -1,4 +1,4 @@
-"""Any geometry, any parameters, any order of turns, steps, switches and truncations: always the reference's answer."""
+"""Any geometry, parameters and order of turns, steps, switches and truncations: outputs match the reference."""
 
 import torch
 from hypothesis import given, settings
@@ -43,7 +43,7 @@ def modes(draw, page: int):
         numbers = {
             "m": st.integers(1, 6),
             "rho": st.floats(0, 1),
-            "clusters": st.sampled_from([1, 2, 4]),  # of three heads in four either neighbor may be the pair
+            "clusters": st.sampled_from([1, 2, 4]),  # not 3: of four heads either neighbor could form the pair
         }
         numbers["offload"] = st.booleans()
         return name, {"budget": budget, **{key: draw(values) for key, values in numbers.items()}}

@@ -25,7 +25,7 @@ UPLOADS = ("lift_fresh",)  # torch.tensor(...) and indexing by a list: copied to
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what would wait for the device; notes every operation with the shapes that it makes."""
+    """Rejects operations that wait for the device; records every operation with its output shapes."""
 
     def __init__(self):
         super().__init__()
@@ -34,11 +34,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert not name.startswith(READS), f"{name} reads back"
-        assert name not in UPLOADS, f"{name} sends from the host"
+        assert name not in UPLOADS, f"{name} uploads from the host"
         if name.startswith("index"):
             indices = args[1] if isinstance(args[1], list | tuple) else [args[1]]
             masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
-            assert not masks, f"{name} by a mask has as many rows as the mask says"
+            assert not masks, f"{name} by a mask has a shape that depends on data"
         result = func(*args, **(kwargs or {}))
         made = result if isinstance(result, list | tuple) else [result]
         self.seen.append((name, [tuple(one.shape) for one in made if isinstance(one, torch.Tensor)]))
@@ -46,7 +46,7 @@ class Watch(TorchDispatchMode):
 
 
 def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
-    """One step of the kv alone: its operations and outputs."""
+    """One step of the kv without a model: its operations and outputs."""
     layers = range(run.toy.geometry.layers)
     new = [run.toy.qkv(layer, ids, run.kv.total) for layer in layers]
     with unwatched_room(run.kv), Watch() as watch, decode_step(run.kv), forward(run.kv):
@@ -56,7 +56,7 @@ def watched(run: Run, ids: list[int]) -> tuple[list, list[torch.Tensor]]:
 
 @contextmanager
 def unwatched_room(kv: KVManager) -> Iterator[None]:
-    """Before a step slots may be made, and a mode may look how many it needs; no graph holds that."""
+    """Before a step slots may grow and a mode may read how many it needs; no graph captures that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "_make_room", unwatched(kv._make_room))
         patch.setattr(kv.mode, "prepare_step", unwatched(kv.mode.prepare_step))
@@ -72,7 +72,7 @@ def unwatched(do: Callable) -> Callable:
     return apart
 
 
-# Beside the usual ones each way to freeze, to keep slots and to go on with the last choice.
+# Besides the usual rows: each way to freeze, to keep slots and to reuse the last selection.
 @pytest.mark.parametrize("row", [*MET, "freeze-paper", "freeze-raw", "sync-resident", "freekv-reuse"])
 def test_decode_steps_read_nothing_back_and_keep_their_shapes(row):
     kinds = MIXED if row in ("full", "streaming") else ("plain", "window" if row in FIRST.values() else "sinks")
@@ -82,7 +82,7 @@ def test_decode_steps_read_nothing_back_and_keep_their_shapes(row):
         one.prefill(150)
         one.step()
     shapes, slots = {}, run.kv.state.slots[0].n
-    for i in range(26):  # twice as many as the longest of the modes' own intervals, and what follows
+    for i in range(26):  # more than twice the longest interval of the modes
         ops, outputs = watched(run, [300 + i])
         phase = run.kv.step.kind
         picking.fresh = 300 + i
@@ -107,7 +107,7 @@ def test_the_watch_detects_readbacks():
 
 @pytest.mark.parametrize("row", MET)
 def test_decode_steps_stay_within_stored_host_memory(row, monkeypatch):
-    """What is not committed yet is not pinned: a GPU that reads it ends the process."""
+    """Memory that is not committed is not pinned: a GPU that reads it kills the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
     as_on_a_gpu(run.kv)
@@ -125,11 +125,11 @@ def test_decode_steps_stay_within_stored_host_memory(row, monkeypatch):
     assert gathered or mode != "freeze"
 
 
-# ---- Times of recall: by the clock on a CPU, by events on a GPU, hidden and exposed apart
+# ---- Recall times: by the clock on a CPU, by events on a GPU, hidden and exposed separately
 
 
 class Clock:
-    """Events of a device whose work takes the time that the test says, and is done when it says."""
+    """A device event; the test sets how long work takes and when it is done."""
 
     now = 0.0
     done = True
