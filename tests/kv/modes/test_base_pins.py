@@ -1,4 +1,4 @@
-"""Pinned messages: every mode attends to its own set and to them, each token once, held against dense attention."""
+"""Pinned messages: every mode attends to them and to its own set, each token once; checked with dense attention."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from kvchat.kv.inspect import attended, attended_counts
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.memory import available
 
-# In the sinks, across a page's end, a page and more, and in every window at first.
+# Among the sinks, across a page boundary, more than a page, and at first inside every window.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
 
 
@@ -34,7 +34,7 @@ def test_pinned_tokens_are_read_with_the_modes_own_set(row):
     run.step(4)
     run.prefill(20)
     run.step(6)
-    run.truncate(64)  # also a part of what is pinned
+    run.truncate(64)  # also removes some pinned tokens
     run.prefill(50)
     run.step(5)
     assert run.kv.state.pins == tuple(range(60, 64))
@@ -93,11 +93,11 @@ def test_pins_stay_if_new_pins_do_not_fit(monkeypatch):
     assert bool(attended(run.kv.state, 0)[:, torch.tensor(FIRST)].all())
 
 
-# ---- A pinned system prompt is attended in every mode, beyond its budget, whatever happens to the conversation
+# ---- A pinned system prompt is read in every mode, in addition to the budget
 
 
 PREAMBLE = 45
-# Their references know no sinks but the modes' own: outputs are compared under the sets that were read.
+# Their references know only the modes' own sinks: outputs are compared over the sets that were read.
 OWN_SETS = ("freeze", "sync")
 
 
@@ -153,5 +153,5 @@ def test_a_pinned_system_prompt_does_not_use_the_budget(row):
     pinned, plain = (each.kv.mode for each in (run, other))
     assert pinned.report().params["budget"] == plain.report().params["budget"]
     assert pinned.extra_sinks == PREAMBLE - plain.sink
-    read, also = (attended(each.kv.state, 1)[:, PREAMBLE:].sum() for each in (run, other))
-    assert int(read) >= 0.8 * int(also)
+    with_prompt, without = (attended(each.kv.state, 1)[:, PREAMBLE:].sum() for each in (run, other))
+    assert int(with_prompt) >= 0.8 * int(without)

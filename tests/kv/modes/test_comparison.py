@@ -1,4 +1,4 @@
-"""Modes for comparison: long answers, in which pages and tokens are evicted, against their references."""
+"""Comparison modes against their references, in long answers that evict pages and tokens."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.modes.comparison.cake import shared_out
 
-ASKING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries of a prompt's end
+OBSERVING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries at the end of a prompt
 
 
 @pytest.mark.parametrize("row", COMPARED)
@@ -21,7 +21,7 @@ def test_read_sets_match_the_reference_over_a_long_answer(row):
     run.prefill(90, chunk=37)
     run.step(95)
     run.check()
-    assert not attended(run.kv.state, 2).all(), "something is dropped"
+    assert not attended(run.kv.state, 2).all(), "some tokens are dropped"
     run.pin([9, 10, 40, 100, 101])
     run.prefill(11)
     run.step(10)
@@ -36,7 +36,7 @@ def test_the_window_of_non_retrieval_heads_grows_with_the_prompt():
     assert run.kv.mode.report().stats["recent"] == 80
 
 
-DROPPING = ("quest", "quest-behind-whole-layers", "arkvale", "shadowkv", "raas", "razor", "h2o")  # also in an answer
+DROPPING = ("quest", "quest-behind-whole-layers", "arkvale", "shadowkv", "raas", "razor", "h2o")  # during an answer too
 
 
 @pytest.mark.parametrize("row", DROPPING)
@@ -59,7 +59,7 @@ def test_reported_whole_layers_are_limited_to_the_model():
     assert run.kv.mode.report().params["whole_layers"] == 2
 
 
-# ---- the queries of a prompt's end
+# ---- the queries at the end of a prompt
 
 
 def test_short_prompts_select_by_the_queries_they_have():
@@ -81,28 +81,28 @@ def test_prompt_queries_survive_checkpoints_and_failed_prompts():
     kv.truncate(100)
     assert kv.state.prompt.span == range(88, 100)
     assert torch.equal(kv.state.prompt.of(0)[1], rows[0, :, :12])
-    asked = kv.state.prompt.rows.clone()
+    before = kv.state.prompt.rows.clone()
     kv.begin_prefill(40)
     kv.attention(0, *run.toy.qkv(0, list(range(40)), 100), run.toy.specs[0])
     kv.rollback_prefill()
-    kv.state.prompt.commit(100, 4)  # of a forward that verifies drafts, which asks nothing
+    kv.state.prompt.commit(100, 4)  # a forward that verifies drafts records no queries
     assert kv.state.prompt.span == range(88, 100)
-    assert torch.equal(kv.state.prompt.rows, asked)
+    assert torch.equal(kv.state.prompt.rows, before)
     kv.restore(checkpoint)
     assert kv.state.prompt.span == span
     assert torch.equal(kv.state.prompt.rows, rows)
     run.step_alone()
-    assert kv.state.prompt.span == span, "a decoded token asks nothing"
+    assert kv.state.prompt.span == span, "a decoded token records no query"
 
 
-@pytest.mark.parametrize("mode", ASKING[:3])
+@pytest.mark.parametrize("mode", OBSERVING[:3])
 def test_a_partly_retracted_answer_keeps_the_prompts_selection(mode):
-    """Its last token is read again, as a prompt's are."""
+    """Its last token is processed again, as part of a prompt."""
     run = Run(toy(("plain", "plain"), page=8), mode, budget=64).begun(100, 60)
-    told = run.kv.mode.report()
+    before = run.kv.mode.report()
     run.truncate(149)
     run.prefill(1)
-    assert run.kv.mode.report() == told
+    assert run.kv.mode.report() == before
     run.step(3)
     run.check()
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what is drafted, and when."""
+"""Drafting by prompt lookup and by a window: which tokens are drafted, and when."""
 
 from itertools import accumulate
 
@@ -26,12 +26,12 @@ def clock():
     return Clock()
 
 
-def answer(lookup, clock, tokens, rows_take, guess=None):
-    """Go on with ``tokens``, where a forward of n rows takes ``rows_take(n)``; the number of forwards."""
+def answer(lookup, clock, tokens, row_time, guess=None):
+    """Decode ``tokens``, where a forward of n rows takes ``row_time(n)``; returns the number of forwards."""
     forwards, at = 0, 0
     while at < len(tokens):
         drafts = lookup.draft(tokens[at], len(tokens) - at - 1, {END}, guess)
-        clock.now += rows_take(1 + len(drafts))
+        clock.now += row_time(1 + len(drafts))
         forwards, at = forwards + 1, at + 1
         if drafts:
             accepted = next(
@@ -42,26 +42,26 @@ def answer(lookup, clock, tokens, rows_take, guess=None):
     return forwards
 
 
-def following(ids, clock=None, kind=Lookup):
+def drafter_for(ids, clock=None, kind=Lookup):
     drafter = kind(clock or Clock())
     drafter.begin(ids)
     return drafter
 
 
-def free(_rows):
+def constant(_rows):
     return STEP
 
 
 def test_quotations_take_far_fewer_forwards(clock):
-    lookup = following([*QUOTED, 1, 2], clock)
-    forwards = answer(lookup, clock, [5, 6, *QUOTED], free)
+    lookup = drafter_for([*QUOTED, 1, 2], clock)
+    forwards = answer(lookup, clock, [5, 6, *QUOTED], constant)
     assert forwards < 12
     assert lookup.accepted == len(QUOTED) + 2 - forwards
     assert lookup.accepted / lookup.drafted > 0.8
 
 
 def test_drafting_stops_if_rows_cost_as_much_as_steps(clock):
-    lookup = following([*QUOTED, 1, 2], clock)
+    lookup = drafter_for([*QUOTED, 1, 2], clock)
     for _ in range(20):  # the first is a trial
         answer(lookup, clock, QUOTED, lambda rows: rows * STEP)
     assert lookup.rounds <= 20 * len(LENGTHS)
@@ -72,7 +72,7 @@ def test_drafting_stops_if_rows_cost_as_much_as_steps(clock):
 
 def test_drafting_stops_after_rejected_matches(clock):
     text = [token for i in range(400) for token in (1, 2, 3, 1000 + i)]
-    lookup = following([1, 2, 3, 4], clock)
+    lookup = drafter_for([1, 2, 3, 4], clock)
     answer(lookup, clock, text[:400], lambda rows: STEP * (1 + 0.1 * rows))
     before = lookup.rounds
     answer(lookup, clock, text[400:], lambda rows: STEP * (1 + 0.1 * rows))
@@ -80,19 +80,19 @@ def test_drafting_stops_after_rejected_matches(clock):
 
 
 def test_the_last_occurrence_is_drafted(clock):
-    lookup = following([1, 2, 3, *QUOTED, 1, 2, 3, *reversed(QUOTED), 9, 9], clock)
-    answer(lookup, clock, [1, 2, 3, *reversed(QUOTED)], free)
+    lookup = drafter_for([1, 2, 3, *QUOTED, 1, 2, 3, *reversed(QUOTED), 9, 9], clock)
+    answer(lookup, clock, [1, 2, 3, *reversed(QUOTED)], constant)
     assert lookup.accepted == lookup.drafted > 0
 
 
 def test_repetitions_are_drafted_beyond_the_end(clock):
-    lookup = following([7, 8, 9, 7, 8, 9], clock)
-    answer(lookup, clock, [7, 8, 9] * 30, free)
+    lookup = drafter_for([7, 8, 9, 7, 8, 9], clock)
+    answer(lookup, clock, [7, 8, 9] * 30, constant)
     assert lookup.accepted / lookup.drafted > 0.9
 
 
 def test_drafts_exclude_end_tokens_and_respect_the_limit(clock):
-    lookup = following([*QUOTED[:20], END, 5, *QUOTED[:20], END, 5], clock)
+    lookup = drafter_for([*QUOTED[:20], END, 5, *QUOTED[:20], END, 5], clock)
     seen = []
     for token in QUOTED[:20]:
         clock.now += STEP
@@ -103,13 +103,13 @@ def test_drafts_exclude_end_tokens_and_respect_the_limit(clock):
 
 
 def test_begin_forgets_the_previous_conversation():
-    lookup = following(QUOTED)
+    lookup = drafter_for(QUOTED)
     lookup.begin([1, 2, 3])
-    assert answer(lookup, Clock(), QUOTED, free) == len(QUOTED)
+    assert answer(lookup, Clock(), QUOTED, constant) == len(QUOTED)
 
 
 def test_figures_count_accepted_drafts():
-    lookup = following([*QUOTED, 1, 2])
+    lookup = drafter_for([*QUOTED, 1, 2])
     assert lookup.figures() == {}
     lookup.verified([1, 2, 3], 2)
     lookup.verified([1], 0)
@@ -117,17 +117,17 @@ def test_figures_count_accepted_drafts():
 
 
 def guessing(clock, right, seconds):
-    """Guesses that go on by counting up as the answer does, but where ``right`` says that they do not."""
+    """Guesses that count up as the answer does, except where ``right`` is false."""
 
     def guess(token):
         clock.now += seconds
         return token + 1 if right(token) else 0
 
-    return many(guess)
+    return chained(guess)
 
 
-def many(one):
-    """Guesses of several tokens, each of ``one`` after that before it."""
+def chained(one):
+    """Guesses of several tokens: ``one`` applied to its own guesses."""
 
     def guess(token, tokens):
         return list(accumulate(range(tokens), lambda last, _: one(last), initial=token))[1:]
@@ -145,15 +145,15 @@ def many(one):
     ],
 )
 def test_window_drafts_only_while_it_pays(clock, seconds, right, forwards):
-    window = following(list(range(-RECENT, 1)), clock, Window)
+    window = drafter_for(list(range(-RECENT, 1)), clock, Window)
     took = answer(window, clock, list(range(1, 401)), lambda rows: 1 + 0.05 * rows, guessing(clock, right, seconds))
     assert took <= forwards
     if forwards == 400:
-        assert window.drafted < 150  # trials
+        assert window.drafted < 150  # only trials
 
 
 def test_window_drafts_exclude_end_tokens(clock):
-    window = following(list(range(RECENT + 1)), clock, Window)
+    window = drafter_for(list(range(RECENT + 1)), clock, Window)
     for token in range(END - 9, END):
         drafts = window.draft(token, 5, {END}, guessing(clock, lambda _: True, 0.01))
         assert len(drafts) <= 5
@@ -162,84 +162,84 @@ def test_window_drafts_exclude_end_tokens(clock):
 
 
 def test_a_slow_first_step_does_not_make_drafts_pay(clock):
-    """Steps warm up, are captured on a GPU, or wait for loops that are compiled meanwhile."""
+    """First steps warm up, are captured on a GPU, or wait for loops to compile."""
     steps = []
-    window = following(list(range(RECENT + 1)), clock, Window)
+    window = drafter_for(list(range(RECENT + 1)), clock, Window)
 
     def guess(_token):
         clock.now += STEP
         return 7
 
-    def rows_take(rows):
+    def row_time(rows):
         steps.append(rows)
         return 10 * STEP if len(steps) == 1 else STEP * (1 + (rows > 1))
 
-    answer(window, clock, list(range(100, 1100)), rows_take, many(guess))
+    answer(window, clock, list(range(100, 1100)), row_time, chained(guess))
     assert clock.now < 1.2 * 1000 * STEP
 
 
 def test_window_drafts_nothing_in_short_conversations(clock):
-    window = following([1, 2, 3], clock, Window)
-    answer(window, clock, list(range(1, RECENT - 5)), free, guessing(clock, lambda _: True, 0.01))
+    window = drafter_for([1, 2, 3], clock, Window)
+    answer(window, clock, list(range(1, RECENT - 5)), constant, guessing(clock, lambda _: True, 0.01))
     assert window.rounds == 0
 
 
 def test_auto_looks_up_repetitions_and_guesses_the_rest(clock):
     guessed = []
-    auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
+    auto = drafter_for([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
 
     def guess(token):
         guessed.append(token)
         clock.now += 0.05
         return token + 1
 
-    def rows_take(rows):
+    def row_time(rows):
         return 1 + 0.05 * rows
 
-    answer(auto, clock, list(range(5000, 5200)), rows_take, many(guess))
+    answer(auto, clock, list(range(5000, 5200)), row_time, chained(guess))
     assert len(guessed) > 100
     assert auto.accepted > 150
     guessed.clear()
-    answer(auto, clock, QUOTED, rows_take, many(guess))
-    assert len(guessed) <= LENGTHS[-1]  # until it is seen that this is a quotation
+    answer(auto, clock, QUOTED, row_time, chained(guess))
+    assert len(guessed) <= LENGTHS[-1]  # until the quotation is recognized
     assert auto.drafted - auto.accepted < 30
 
 
 def test_auto_turns_off_if_drafts_lose_and_returns(clock):
     share = [0.0]
-    auto = following(list(range(-RECENT, 1)), clock, Auto)
+    auto = drafter_for(list(range(-RECENT, 1)), clock, Auto)
 
     def guess(token):
         clock.now += 0.1
         return token + 1 if share[0] else 0
 
-    def rows_take(rows):
+    def row_time(rows):
         return 1.5 + 0.05 * rows if rows > 1 else 1
 
-    answer(auto, clock, list(range(1, 2001)), rows_take, many(guess))
+    answer(auto, clock, list(range(1, 2001)), row_time, chained(guess))
     assert clock.now < 2000 / 0.97
     share[0], before = 1.0, clock.now
-    answer(auto, clock, list(range(2001, 4001)), rows_take, many(guess))
+    answer(auto, clock, list(range(2001, 4001)), row_time, chained(guess))
     assert clock.now - before < 0.6 * 2000 + TRIALS[1]
 
 
 def test_lookups_do_not_affect_the_window_estimate(clock):
-    auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
+    auto = drafter_for([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
     share = auto._share
-    answer(auto, clock, [5, 6, *QUOTED[:25], *range(300, 330)], free, many(lambda _: END))
+    answer(auto, clock, [5, 6, *QUOTED[:25], *range(300, 330)], constant, chained(lambda _: END))
     assert auto.rounds > 0
     assert auto.drafted > auto.accepted
     assert auto._share == share
 
 
-# Times of a forward of so many rows in steps: SmolLM2 in float32 on a CPU, and what is expected until they are timed.
+# Forward times by rows, in steps: SmolLM2 in float32 on a CPU, and the estimate until forwards are timed.
 ROWS = {"smollm2": {1: 1, 4: 1.28, 8: 1.70, 16: 2.20}, "untimed": {1: 1, 4: 1.84, 8: 2.08, 16: 2.56}}
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("kind", "most"), [(Lookup, 4.0), (Window, 0.0), (Auto, 4.0)])
 def test_drafting_costs_little_on_prose(kind, most, rows):
-    """Of books in answers of 100 tokens, each by a drafter that knows nothing yet; a window's step saves a quarter."""
+    """Books, in answers of 100 tokens with a new drafter each; a window's guess takes three quarters of a step."""
     ids = [
         token
         for passage in passages((), 500, AutoTokenizer.from_pretrained(bundled_model_dir()))

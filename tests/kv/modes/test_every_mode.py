@@ -1,4 +1,4 @@
-"""Every mode against the independent reference: the sets and, under them, dense attention (E2, E3)."""
+"""Every mode against the independent reference: the tokens read, and dense attention over them (E2, E3)."""
 
 from dataclasses import replace
 from functools import cache
@@ -24,7 +24,7 @@ GEOMETRIES = {
     "unified": {"kv_heads": 2, "group": 2, "page": 8, "d_v": 24, "unified": True},
     "interleaved": {"kv_heads": 2, "group": 1, "page": 16, "interleaved": True},
 }
-# Group and width of a head: those of today's models in the long form.
+# Group and head size: those of today's models in the long form.
 LARGE = [*product(GROUPS, WIDTHS)] if WHOLE else [(7, 64), (8, 96), (7, 128), (8, 256)]
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}, "razor": {"budget": 1000, "share": 1.0}}
 
@@ -37,7 +37,6 @@ def test_every_reference_has_a_row():
 
 @pytest.mark.parametrize("mode", registered())
 def test_modes_report_exactly_their_documented_figures(mode):
-    """And nothing is explained that no row of the mode reports."""
     reported = set()
     for params in (params for name, params in ROWS.values() if name == mode):
         run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params).begun(100, 2)
@@ -52,7 +51,7 @@ def test_modes_report_exactly_their_documented_figures(mode):
     ("row", "geometry"), dict.fromkeys([*((row, "2x3") for row in ROWS), *thinned(CORE, [*GEOMETRIES], each=3)])
 )
 def test_sets_and_outputs_match_the_reference(row, geometry):
-    """Every row in one geometry, and a mode's two core rows in three each; in all of them in the long form."""
+    """Every row in one geometry, each mode's two core rows in three; in all of them in the long form."""
     run = Run.of_row(row, toy(("plain", "plain"), **GEOMETRIES[geometry], seed=3))
     run.prefill(100, chunk=37)
     run.step(15)
@@ -64,7 +63,7 @@ def test_sets_and_outputs_match_the_reference(row, geometry):
 
 @pytest.mark.parametrize(("row", "heads"), thinned(CORE, LARGE, each=2), ids=str)
 def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, heads):
-    """A mode's two core rows at two sizes each; at every group and width in the long form."""
+    """Each mode's two core rows at two sizes; at every group and head size in the long form."""
     (mode, params), (group, d) = ROWS[row], heads
     run = Run(toy(("plain", "plain"), kv_heads=2, group=group, d_k=d, d_v=d, page=8, ids=128, seed=3), mode, **params)
     run.prefill(100, chunk=37)
@@ -74,9 +73,9 @@ def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, hea
 
 @pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20]))
 def test_short_conversations_can_outgrow_their_room_in_one_answer(row, first):
-    """A mode's two core rows begin with one of the lengths each; with all of them in the long form."""
+    """Each mode's two core rows with one first length each; with all of them in the long form."""
     made = toy(("plain", "plain"), page=4)
-    run = Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=32)))  # it grows soon
+    run = Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=32)))  # so that it grows soon
     run.prefill(first)
     capacities = set()
     for _ in range(80):
@@ -96,7 +95,7 @@ def test_freeze_with_windows_can_start_without_a_prefill():
 @pytest.mark.parametrize("row", [*MET, *COMPARED])
 def test_a_budget_above_the_conversation_equals_full_mode(row):
     mode, params = ROWS[row]
-    run = prompted(mode, **{**params, **ROOMY.get(mode, {"budget": 1000})})
+    run = prefilled(mode, **{**params, **ROOMY.get(mode, {"budget": 1000})})
     for expected in steps_of_full():
         for one, other in zip(run.step(), expected, strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
@@ -104,7 +103,7 @@ def test_a_budget_above_the_conversation_equals_full_mode(row):
     assert all(bool(attended(run.kv.state, layer).all()) for layer in (0, 2, 3, 4))
 
 
-def prompted(mode: str, **params) -> Run:
+def prefilled(mode: str, **params) -> Run:
     run = Run(toy(MIXED, page=8), mode, **params)
     run.prefill(130, chunk=64)
     return run
@@ -112,5 +111,5 @@ def prompted(mode: str, **params) -> Run:
 
 @cache
 def steps_of_full() -> list[list[torch.Tensor]]:
-    run = prompted("full")
+    run = prefilled("full")
     return [run.step() for _ in range(10)]

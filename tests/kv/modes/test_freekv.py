@@ -1,4 +1,4 @@
-"""FreeKV: corrections, reuse, pinned pages, what moves, what is refused. The sets themselves: test_every_mode.py."""
+"""FreeKV: corrections, reuse, pinned pages, moves and refusals. The sets themselves: test_every_mode.py."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_fully_pinned_pages_take_no_page_slots(tau, on_a_gpu):
     run = run_of(tau, steps=3)
     if on_a_gpu:
         as_on_a_gpu(run.kv)
-    favorites = run.kv.state.slots[-1].pages[0, 0].tolist()  # the pages that a head wants most
+    favorites = run.kv.state.slots[-1].pages[0, 0].tolist()  # the pages that a head scores highest
     run.pin(sorted(token for page in favorites for token in range(page * 8, page * 8 + 8)))
     run.step(20)
     run.check()
@@ -122,7 +122,7 @@ def test_refusals_state_the_numbers():
 
 @pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
 def test_wanted_tokens_are_counted_once(tau):
-    """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
+    """A correction replaces tokens that are already counted; the hit rate used to count them twice (audit, 3)."""
     run = run_of(tau, steps=1)
     slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
     before = transfer.totals.wanted

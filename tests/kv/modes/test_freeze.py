@@ -1,4 +1,4 @@
-"""Freeze mode on a kv: its budget, slots and memory, what queries name, turns, any conversation."""
+"""Freeze mode: budget, slots and memory, pages that queries point at, turns, any conversation."""
 
 from itertools import pairwise
 
@@ -66,7 +66,7 @@ def test_slots_grow_when_every_frozen_token_returns():
 
 @pytest.mark.parametrize("stagger", [1, 64])
 def test_tokens_still_in_their_slot_return_without_a_copy(monkeypatch, stagger):
-    """The sets are those of copying everything that returns; what is read is checked against the host at every step."""
+    """The sets equal those with every return copied; reads are checked against the host at every step."""
     counted, keep = {}, Timers.note_held
     for keeps in (True, False):
         with monkeypatch.context() as patch:
@@ -89,7 +89,7 @@ def test_tokens_still_in_their_slot_return_without_a_copy(monkeypatch, stagger):
 
 @pytest.fixture
 def sixteen_a_step(monkeypatch):
-    """A step copies 16 tokens at most, and slots keep nothing that is frozen, so that all of these are copied."""
+    """A step copies at most 16 tokens, and slots keep no frozen tokens, so every return is a copy."""
     keep = Timers.note_held
     monkeypatch.setattr(freeze, "MOST_MOVED", 16)
     monkeypatch.setattr(freeze, "MOVED_SHARE", 1000)
@@ -97,7 +97,7 @@ def sixteen_a_step(monkeypatch):
 
 
 def moved_by_step(run: FreezeRun) -> int:
-    """Decode one token; the tokens that were copied for it."""
+    """Decode one token; returns how many tokens were copied for it."""
     before = run.kv.state.transfer.totals.moved
     run.step()
     run.check()
@@ -112,7 +112,7 @@ def read_by_step(run: FreezeRun) -> set[int]:
 def test_steps_copy_a_limited_number_most_relevant_first():
     run = FreezeRun(rule={"floor": 0, "stagger": 1}, **EVERYTHING).begun(300, 40)
     run.recover("FR")
-    score, before, moved, told = run.kv.mode.timers.score.clone(), read_by_step(run), [], set()
+    score, before, moved, exact = run.kv.mode.timers.score.clone(), read_by_step(run), [], set()
     for _ in range(30):
         moved.append(moved_by_step(run))
         read = read_by_step(run)
@@ -120,10 +120,10 @@ def test_steps_copy_a_limited_number_most_relevant_first():
             came, absent = read - before - {run.kv.total - 1}, set(range(run.kv.total)) - read
             assert max(score[sorted(absent)]) <= min(score[sorted(came)])
         assert run.kv.step.exact == (len(read) == run.kv.total)
-        told.add(run.kv.step.exact)
+        exact.add(run.kv.step.exact)
     assert moved[:5] == [16] * 5
     assert moved[-1] == 0
-    assert told == {False, True}
+    assert exact == {False, True}
 
 
 @pytest.mark.usefixtures("sixteen_a_step")
@@ -137,7 +137,7 @@ def test_a_too_small_budget_is_rejected():
         FreezeRun(K=96, budget=100)
 
 
-# ---- what queries name
+# ---- pages that queries point at
 
 
 def test_hot_frozen_pages_are_read_from_the_next_step_on():
@@ -159,7 +159,7 @@ def test_hot_frozen_pages_are_read_from_the_next_step_on():
 
 @pytest.mark.parametrize("seeks", [True, False])
 def test_tokens_after_a_retrieved_token_are_read_next(monkeypatch, seeks):
-    """Also beyond its page, which alone the query names."""
+    """Even beyond its page, the only one that the query points at."""
     if not seeks:
         monkeypatch.setattr(freeze_timers, "RETRIEVED", float("inf"))
     run = FreezeRun(rule={"floor": 0, "stagger": 4}, strength=0.05, tau=1.5).begun(800, 40)
@@ -229,7 +229,7 @@ def test_any_conversation_keeps_the_kv_consistent(actions, params, page):
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("position", [-1, 0, 31, 32, 150, 383])
 def test_compiled_hot_pages_match_torch(windowed, position, monkeypatch):
-    """By queries that point at a page's keys, some of them out of a layer's sight."""
+    """With queries that point at a page's keys, some outside a layer's window."""
     run = FreezeRun(windowed=windowed).begun(384)
     mode, draw = run.kv.mode, torch.Generator().manual_seed(position)
     bounds = mode.bounds.data

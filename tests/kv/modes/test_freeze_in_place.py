@@ -1,4 +1,4 @@
-"""In unified memory freeze reads what its table names where it is stored: the same tokens, and nothing moves."""
+"""In unified memory freeze reads tokens where they are stored: the same ones as with slots, without moves."""
 
 from itertools import product
 
@@ -26,41 +26,41 @@ def test_in_place_reads_match_slots(params, way, monkeypatch):
     windowed, compiled = way
     if not compiled:
         monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
-    here, slots = (run_of(unified, windowed, **params) for unified in (True, False))
-    assert here.kv.state.slots[0].layout.in_place > slots.kv.state.slots[0].layout.in_place
+    in_place, slots = (run_of(unified, windowed, **params) for unified in (True, False))
+    assert in_place.kv.state.slots[0].layout.in_place > slots.kv.state.slots[0].layout.in_place
     fewest = 300
 
-    def go_on(steps):
+    def decode(steps):
         nonlocal fewest
         for _ in range(steps):
-            for run in (here, slots):
+            for run in (in_place, slots):
                 run.step()
                 run.check()
-            assert here.active() == slots.active()
-            for output, expected in zip(here.outputs, slots.outputs, strict=True):
+            assert in_place.active() == slots.active()
+            for output, expected in zip(in_place.outputs, slots.outputs, strict=True):
                 assert torch.allclose(output, expected, atol=1e-5)
-            fewest = min(fewest, len(here.active()))
+            fewest = min(fewest, len(in_place.active()))
 
-    for run in (here, slots):
+    for run in (in_place, slots):
         run.prefill(200, pinned=(3, 50))
-    go_on(60)
-    for run in (here, slots):
+    decode(60)
+    for run in (in_place, slots):
         run.truncate(170)
         run.prefill(40)
-    go_on(20)
-    for run in (here, slots):
+    decode(20)
+    for run in (in_place, slots):
         run.recover("WR")
-    go_on(20)
+    decode(20)
     assert fewest < 180
-    assert int(here.kv.mode.thawed) == int(slots.kv.mode.thawed)
-    assert here.kv.state.read_pairs == slots.kv.state.read_pairs
+    assert int(in_place.kv.mode.thawed) == int(slots.kv.mode.thawed)
+    assert in_place.kv.state.read_pairs == slots.kv.state.read_pairs
 
 
 def test_in_place_reads_move_nothing_and_hold_nothing_twice():
-    here, slots = (run_of(unified, windowed=False).begun(300, 40) for unified in (True, False))
-    assert int(here.kv.mode.thawed) > 0
-    assert here.kv.state.transfer.moved_bytes() == 0 < slots.kv.state.transfer.moved_bytes()
-    assert here.kv.state.slots[0].kv.numel() == 0
-    planned = here.kv.mode.plan(here.kv.state.capacity)
-    assert planned.moved_bytes(here.geometry, 340) == 0
-    assert here.kv.state.slot_bytes == sum(each.nbytes(here.geometry) for each in planned.layouts)
+    in_place, slots = (run_of(unified, windowed=False).begun(300, 40) for unified in (True, False))
+    assert int(in_place.kv.mode.thawed) > 0
+    assert in_place.kv.state.transfer.moved_bytes() == 0 < slots.kv.state.transfer.moved_bytes()
+    assert in_place.kv.state.slots[0].kv.numel() == 0
+    planned = in_place.kv.mode.plan(in_place.kv.state.capacity)
+    assert planned.moved_bytes(in_place.geometry, 340) == 0
+    assert in_place.kv.state.slot_bytes == sum(each.nbytes(in_place.geometry) for each in planned.layouts)

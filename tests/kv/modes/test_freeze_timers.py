@@ -1,4 +1,4 @@
-"""Freeze's timers against the paper's numbers and a simulation in plain Python, written from the definition."""
+"""Freeze's timers against the paper's numbers and a plain Python simulation of the definition."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +20,7 @@ PAPER = parse("freeze", {"profile": "paper"}).model_dump()
 
 
 def simulated(prompt: int, steps: int):
-    """The paper's run and its simulation side by side; yields how many tokens the next one reads after each step."""
+    """Run the paper's profile next to its simulation; yields the number of active tokens after each step."""
     run, simulation = FreezeRun(profile="paper"), Simulation(PAPER)
     run.prefill(prompt)
     simulation.total = prompt
@@ -44,7 +44,7 @@ def test_active_tokens_match_the_papers_tables_and_curve(prompt):
 
 
 def test_the_papers_algorithm_works_after_a_long_prompt():
-    """Its tokens all freeze and return in the same steps: none may wait for room (audit, 17)."""
+    """All tokens freeze and return in the same steps; none may wait for room (audit, 17)."""
     active = list(simulated(1500, 60))
     assert max(active[10:]) > 1000
     assert min(active) < 60
@@ -71,7 +71,7 @@ def test_the_default_rule_matches_the_simulation(windowed):
 
 
 def test_all_expired_tokens_return_at_once():
-    """However many they are (audit, 16): no cap decides."""
+    """Their number is not capped (audit, 16)."""
     run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(1000, 4)
     assert len(run.active()) < 50
     run.step(1)
@@ -96,7 +96,7 @@ def test_each_level_restores_its_tokens(level):
 
 
 def fails(run: FreezeRun, place: int) -> bool:
-    """Whether memory ran out at an operation of a step; the next one gets the same K/V then."""
+    """Whether memory ran out at operation ``place`` of a step; if so, the next step gets the same K/V."""
     drawn, keys, query = run.random.get_state(), run.keys.copy(), run.query
     try:
         with MemoryRunsOut(place):
@@ -112,7 +112,7 @@ def fails(run: FreezeRun, place: int) -> bool:
     ("params", "compiled"), [({}, True), ({"budget": 90, "K": 16}, False), ({"profile": "paper"}, True)]
 )
 def test_a_failed_step_leaves_the_timers_unchanged(params, compiled, monkeypatch, count):
-    """It counted twice when asked for again, and named pages by a query whose token is not stored."""
+    """A retried step used to count twice and to look for pages with a query whose token is not stored."""
     if not compiled:
         for module in (freeze, freeze_timers):
             monkeypatch.setattr(module, "freeze_loops", lambda: None)
@@ -136,12 +136,12 @@ def test_a_failed_step_leaves_the_timers_unchanged(params, compiled, monkeypatch
 @pytest.mark.parametrize("fails_at", [0, 1])
 @pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
 def test_a_regenerated_answer_reads_the_same_tokens(params, fails_at):
-    """The timers of the first one went on."""
+    """The timers used to continue from the first answer."""
     run = FreezeRun(strength=1.0, **params).begun(200, 40)
     drawn = run.random.get_state()
 
     def answered(new):
-        """What the 20th token of an answer reads; of the prompt of 290 tokens the last ``new`` are read now."""
+        """What the 20th token of an answer reads, after the last ``new`` of the prompt's 290 tokens are processed."""
         run.random.set_state(drawn)
         run.prefill(new)
         run.step(20)
@@ -182,7 +182,7 @@ def test_an_empty_conversation_restores_no_timers(prompt):
     assert not timers.frozen.any()
 
 
-# ---- The timers of a CPU, of which numba compiles the passes, against those in torch
+# ---- The CPU's timers, compiled by numba, against those in torch
 
 
 @pytest.mark.parametrize("profile", ["default", "paper"])

@@ -1,4 +1,4 @@
-"""Full mode: the same logits whatever the device holds, one copy of the K/V on a CPU, honest figures."""
+"""Full mode: the same logits for any number of resident tokens, one copy of K/V on a CPU, correct figures."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def test_logits_do_not_depend_on_where_tokens_are_stored(name, monkeypatch):
     in_place = runner_of(model)
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
     monkeypatch.setattr("support.tiny_runner.geometry_of", runner.geometry_of)
-    everyone = [in_place, runner_of(model), runner_of(model, resident=RING)]
-    as_on_a_gpu(everyone[2].kv)
+    runners = [in_place, runner_of(model), runner_of(model, resident=RING)]
+    as_on_a_gpu(runners[2].kv)
     ids = token_ids(200)
     for act, low, high in ((prefilled, 0, RING - 4), (steps, 60, 70), (prefilled, 70, 126), (steps, 126, 131)):
-        in_slots, *others = (act(each, ids[low:high]) for each in everyone)
+        in_slots, *others = (act(each, ids[low:high]) for each in runners)
         for other in others:
             torch.testing.assert_close(other, in_slots, atol=2e-5, rtol=1e-4)
-    in_place_n, all_n, ring_n = (each.kv.state.slots[0].n for each in everyone)
+    in_place_n, all_n, ring_n = (each.kv.state.slots[0].n for each in runners)
     assert (in_place_n, ring_n) == (0, RING)
     assert all_n > 131
 

@@ -1,4 +1,4 @@
-"""Indexes of pages: made of a prefill's keys, read back by a page at most, forgotten where it fails."""
+"""Page indexes: built from a prefill's keys, reading back one page at most, dropped if it fails."""
 
 from contextlib import suppress
 
@@ -28,35 +28,35 @@ def speculative(chunks: tuple[int, ...]) -> Run:
     return run
 
 
-def assert_bounds_right(run: Run) -> None:
+def assert_bounds_match(run: Run) -> None:
     bounds, g = run.kv.mode.index, run.toy.geometry
-    anew = PageBounds(g, CPU, bounds.first)
-    anew.refresh(run.kv.state.host)
+    rebuilt = PageBounds(g, CPU, bounds.first)
+    rebuilt.refresh(run.kv.state.host)
     pages = g.pages(run.kv.total)
     whole = run.kv.total // g.page  # on a CPU a page's bounds are computed when it is full
     assert whole * g.page <= bounds.tokens <= run.kv.total
-    assert torch.equal(bounds.data[:, :, :whole], anew.data[:, :, :whole])
+    assert torch.equal(bounds.data[:, :, :whole], rebuilt.data[:, :, :whole])
     assert bool((bounds.data[:, :, pages:] == torch.finfo(g.dtype).min).all())
 
 
 @pytest.mark.parametrize("chunks", [(30,), (150,), (100, 90), (64, 1, 50)])
 def test_bounds_of_prefills_match_a_rebuilt_index(chunks):
-    assert_bounds_right(speculative(chunks))
+    assert_bounds_match(speculative(chunks))
 
 
 def test_bounds_read_at_most_one_page_back(monkeypatch):
     run, dense, read = speculative((150,)), HostPool.dense, []
 
-    def noted(self, layer, tokens, page=0):
+    def recording(self, layer, tokens, page=0):
         read.append(tokens - page * self.geometry.page)
         return dense(self, layer, tokens, page)
 
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "prefill_over", StagedPrefill)
-        patch.setattr(HostPool, "dense", noted)
+        patch.setattr(HostPool, "dense", recording)
         run.prefill(100)
     assert 0 < max(read) <= run.toy.geometry.page
-    assert_bounds_right(run)
+    assert_bounds_match(run)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -70,9 +70,9 @@ def test_bounds_of_a_failed_prefill_are_dropped(after):
     assert run.kv.total == start
     if after % 2:
         run.kv.refill(fresh=True)
-        assert_bounds_right(run)
+        assert_bounds_match(run)
     run.prefill(20)
-    assert_bounds_right(run)
+    assert_bounds_match(run)
 
 
 @pytest.mark.parametrize("row", ["freekv", "freekv-blocks", "freekv-bits", "speculative"])

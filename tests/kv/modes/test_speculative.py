@@ -1,4 +1,4 @@
-"""speculative: how a budget is shared out, whose query chooses, the compiled loops, what is refused."""
+"""Speculative mode: how a budget is split, which query selects, the compiled loops, and refusals."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ SMALL = {"budget": 80, "sink": 8, "window": 24}
 
 
 def large(dtype: torch.dtype = torch.float32, **kwargs: object) -> Toy:
-    """Pages of 32 tokens in unified memory, which the compiled loops take."""
+    """Pages of 32 tokens in unified memory, as the compiled loops need."""
     made = toy(("plain", "window", "softcap", "sinks", "plain"), unified=True, dtype=dtype, ids=2048, **kwargs)
     specs = [replace(spec, window=spec.window and 150) for spec in made.specs]
     return replace(made, specs=tuple(specs))
@@ -55,7 +55,7 @@ def test_compiled_loops_select_what_torch_selects(dtype, monkeypatch):
         run = Run(large(dtype, kv_heads=2, group=3, d_k=64, d_v=64), "speculative", budget=96, window=32).begun(500, 3)
         runs.append([attended(run.kv.state, layer) for layer in range(5)])
     differ = sum(int((one != other).sum()) for one, other in zip(*runs, strict=True))
-    assert differ <= (0 if dtype == torch.float32 else 4)  # of equals to rounding either may be read
+    assert differ <= (0 if dtype == torch.float32 else 4)  # of tokens equal up to rounding either may be read
 
 
 def test_reading_the_host_pool_in_place_copies_nothing():
@@ -67,7 +67,7 @@ def test_reading_the_host_pool_in_place_copies_nothing():
 
 @pytest.mark.parametrize("on_a_gpu", [False, True])
 def test_the_estimate_one_layer_ahead_selects_the_tokens(on_a_gpu):
-    """What is given as the estimate decides, not the query: two runs whose estimates are alike read alike."""
+    """The estimate decides, not the query: runs with equal estimates read the same tokens."""
     run = Run(toy(("plain", "plain", "plain"), page=8), "speculative", query="ahead", **SMALL)
     if on_a_gpu:
         as_on_a_gpu(run.kv)

@@ -1,4 +1,4 @@
-"""streaming against the paper: its vectors and saw tooth, sinks far from the start and in half precision, refusals."""
+"""Streaming mode against the paper: vectors and sawtooth, sinks at large offsets and in half precision, refusals."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from kvchat.kv.modes.streaming import pruned_length
 from kvchat.kv.rope import rotate
 
 C = 2048
-# L, R, sigma, delta, L*: the paper's example, Algorithm 1's branches and what follows from them.
+# L, R, sigma, delta, L*: the paper's example, the branches of Algorithm 1 and their consequences.
 VECTORS = [
     (2090, 32, 16, 32, 2058),
     (2079, 32, 16, 32, 2079),
@@ -75,7 +75,7 @@ def test_long_chunks_are_pruned_immediately():
 
 
 def sinks(run):
-    """The first layer's keys of the 4 sinks, and in float64 where the compacted cache has them."""
+    """The first layer's keys of the 4 sinks, and their float64 values at the compacted cache's positions."""
     (slots,) = run.kv.state.slots
     return slots.keys(0)[:, :4], run.toy.qkv(0, [0, 1, 2, 3], min(run.reference.kept[4:]) - 4)[1]
 
@@ -89,24 +89,24 @@ def test_sinks_are_rotated_to_just_before_the_window(interleaved):
 
 
 def test_only_steps_that_drop_tokens_rotate_sinks(monkeypatch):
-    """On a GPU too, where nothing is read back: the host knows which steps those are."""
+    """On a GPU too, without reading back: the host knows which steps these are."""
     run = Run(toy(("plain", "plain")), "streaming", budget=64, R=16, sigma=32, delta=8)
     as_on_a_gpu(run.kv)
     run.prefill(70)
-    turned = []
+    rotated = []
 
-    def noted(*args):
-        turned.append(run.kv.total)
+    def recording(*args):
+        rotated.append(run.kv.total)
         return rotate(*args)
 
-    monkeypatch.setattr(streaming, "rotate", noted)
+    monkeypatch.setattr(streaming, "rotate", recording)
     dropped = []
     for _ in range(40):
         before, total = run.kv.mode.num_cached(), run.kv.total
         run.step()
         if run.kv.mode.num_cached() < before + 1:
             dropped.append(total)
-    assert turned == dropped
+    assert rotated == dropped
     assert len(dropped) > 2
 
 
@@ -164,7 +164,7 @@ def test_impossible_parameters_are_rejected():
         build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))
 
 
-# ---- Positions beyond the context: bases in steps of half of it, and prompts cut where one begins
+# ---- Positions beyond the context: bases move by half of it, and prompts are split where a base begins
 
 
 CONTEXT, CHUNK = 100, 30

@@ -1,4 +1,4 @@
-"""Sync: schedule, what moves and what is read next; its sets and outputs are in the tables of ``tests/kv``."""
+"""Sync mode: schedule, moves, budgets and clusters; ``test_every_mode.py`` tests its sets and outputs."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters, kmeans, roles
 
-FOUR = {"kv_heads": 4, "group": 2, "page": 8}  # of a toy model
+FOUR = {"kv_heads": 4, "group": 2, "page": 8}  # for a toy model
 
 
 def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params: Any) -> Any:
@@ -28,7 +28,7 @@ def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params: Any) -> Any
 
 
 def full_bytes(mode: Any, tokens: int) -> int:
-    """Bytes on the device of full mode in its place."""
+    """Device bytes of full mode with the same geometry."""
     full = build(parse("full", {}), mode.geometry, mode.traits)
     return full.plan(tokens).device_bytes(full.geometry)
 
@@ -36,7 +36,7 @@ def full_bytes(mode: Any, tokens: int) -> int:
 SMALL = {"budget": 80, "m": 5}
 
 
-# ---- nobody to follow
+# ---- without followers
 
 
 @pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"kv_heads": 1}, {"calibrated": False}])
@@ -86,14 +86,14 @@ def test_without_offload_nothing_moves():
 
 
 def test_empty_slots_open_no_token_without_offload_and_sinks():
-    """As published: what names no token must not stand for token 0, which no sink reads anyway."""
+    """As in the paper: an empty slot must not stand for token 0, which no sink reads anyway."""
     params = {"profile": "paper", "representatives": "retrieval", "offload": False}
     Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, **params).begun(200, 12)
 
 
 @pytest.mark.parametrize(("stored", "warns"), [(600, False), (1400, True), (3000, False)])
 def test_a_budget_that_saves_no_memory_warns(stored, warns):
-    """Of 600 tokens all are read; of 1,400 some are not, in more slots than full has; of 3,000 few are held."""
+    """Of 600 tokens all are read; of 1,400 not all, in more slots than full mode has; of 3,000 few are held."""
     run = Run(toy(("plain",) * 3, **FOUR), "sync", budget=1200, rho=0.0).begun(stored)
     mode = run.kv.mode
     badges = mode.report().badges
@@ -102,7 +102,7 @@ def test_a_budget_that_saves_no_memory_warns(stored, warns):
     assert (mode._memory_share() >= 1 and not mode.prepare_step().exact) == warns
 
 
-# ---- Sync's budgets: the paper's shares of memory, what they leave a follower, and what is refused
+# ---- Budgets: the paper's shares of memory, what they leave for a follower, and refusals
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_share_below_the_representatives_is_rejected(mem, heads, representativ
 @pytest.mark.parametrize("tokens", [2_000, 20_000])
 def test_mem_is_the_allocated_share_of_full_modes_bytes(mem, tokens):
     mode = mode_of(mem=mem)
-    # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
+    # K and V rows; tables (full has one, sync one per head) add 2 % at this head size.
     assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full_bytes(mode, tokens) < mem + 0.02
 
 
@@ -143,7 +143,7 @@ def test_k_follows_from_the_budget_and_is_at_least_64():
 
 
 def test_k_depends_on_stored_tokens_not_on_capacity(monkeypatch):
-    """The room depends on the device (audit, 5)."""
+    """The capacity depends on the device (audit, 5)."""
     monkeypatch.setitem(REFERENCES, "sync", FullReference)
     for tokens in (900, 1000):
         run = Run(toy(("plain", "plain"), **FOUR), "sync", mem=0.5)
@@ -157,7 +157,7 @@ def test_k_depends_on_stored_tokens_not_on_capacity(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "mem"), [(8, 0.5), (4, 0.5), (2, 2 / 3), (3, 5 / 9)])
 def test_the_default_leaves_followers_a_third_of_the_tokens(heads, mem):
-    """Refused with 2 KV heads, as Qwen2.5-0.5B has, it was (audit, 7)."""
+    """It used to be refused with 2 KV heads, as in Qwen2.5-0.5B (audit, 7)."""
     mode = mode_of(heads, clusters=max(1, heads // 4))
     assert mode.mem == pytest.approx(mem)
     assert paper_k(mode.mem, 300, heads, mode.clusters) == pytest.approx(100)
@@ -189,10 +189,10 @@ def test_a_small_budget_shortens_the_default_window():
     assert mode_of(budget=512).window == 128
 
 
-# ---- Clusters of KV heads and who represents them
+# ---- Clusters of KV heads and their representatives
 
 
-# Heads 0, 3 and 5 are alike, and 1, 2 and 4; 3 and 2 lie in the middle of theirs.
+# Heads 0, 3 and 5 are similar, and so are 1, 2 and 4; 3 and 2 are the centers.
 PAIRS = {(0, 3): 0.9, (3, 5): 0.9, (0, 5): 0.8, (1, 2): 0.85, (2, 4): 0.85, (1, 4): 0.7}
 SIMILARITY = tuple(tuple(1.0 if a == b else PAIRS.get((min(a, b), max(a, b)), 0.1) for b in range(6)) for a in range(6))
 RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
@@ -201,8 +201,8 @@ RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
 @pytest.mark.parametrize(
     ("clusters", "rule", "representatives", "follows"),
     [
-        (2, "retrieval", (5, 4), {0: 0, 1: 1, 2: 1, 3: 0}),  # the best retriever of each
-        (2, "centroid", (3, 2), {0: 0, 1: 1, 4: 1, 5: 0}),  # the paper's: the head in the middle
+        (2, "retrieval", (5, 4), {0: 0, 1: 1, 2: 1, 3: 0}),  # the best retriever of each cluster
+        (2, "centroid", (3, 2), {0: 0, 1: 1, 4: 1, 5: 0}),  # the paper's rule: the center
         (1, "retrieval", (4,), dict.fromkeys((0, 1, 2, 3, 5), 0)),
     ],
 )
