@@ -1,4 +1,4 @@
-"""Free host memory, read from trees that look like /proc and /sys/fs/cgroup."""
+"""Free host memory, read from fake /proc and /sys/fs/cgroup trees."""
 
 import resource
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_the_tightest_enclosing_cgroup_limits_memory(proc, tmp_path, path):
     tree(proc, {"self/cgroup": f"0::{path}\n"})
     layout = {".": v2(1000 * MiB, 300 * MiB, 100 * MiB), "docker": v2("max", 0), "docker/abc": v2(900 * MiB, 850 * MiB)}
     cgroups = groups(tmp_path / "cg", layout)
-    free = 50 * MiB if "abc" in path else 800 * MiB  # 100 MiB of the 300 are file cache that is given back
+    free = 50 * MiB if "abc" in path else 800 * MiB  # 100 of the 300 MiB are file cache, which can be reclaimed
     assert available.host_free(proc, cgroups) == free
 
 
@@ -84,7 +84,7 @@ def test_an_address_space_too_small_for_torch_is_rejected():
     available.check_address_space(resource.RLIM_INFINITY)
 
 
-# ---- Rates are measured with what memory there is
+# ---- Rates are measured in the memory available
 
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Where pages lie, what memory they take, and that memory that runs out changes nothing."""
+"""8-bit pages: their places, memory and accuracy, and running out of memory without losses."""
 
 import random
 
@@ -34,10 +34,10 @@ def store(pool: EightBitPool, tokens: int, seed: int) -> None:
 def test_pages_never_overlap():
     dice, pool = random.Random(0), EightBitPool(HostPool(G, torch.device("cpu"), 400))
     kept = [torch.zeros(2, 0, 24) for _ in range(2)]
-    exact_again = 0
+    full_precision_again = 0
     for turn in range(300):
         if not (pool.quantizes or has_quantized(pool)):
-            exact_again += pool.total > 8
+            full_precision_again += pool.total > 8
             pool = EightBitPool(pool.full_precision_pool())
         if dice.random() < 0.7 or not pool.total:
             pool.quantizes = dice.random() < 0.6
@@ -55,12 +55,12 @@ def test_pages_never_overlap():
             pool.truncate(dice.randrange(pool.total))
         assert len(set(pool._pages)) == len(pool._pages) == G.pages(pool.total)
         assert has_quantized(pool) == pool.has_quantized == bool(pool.quantized_pages)
-        if not (pool.total % 8 and pool.quantized[-1]):  # one that was cut off would become an exact one
+        if not (pool.total % 8 and pool.quantized[-1]):  # a truncated 8-bit page would become full-precision
             pool.reserve(pool.total + 1)
             assert pool.places[: len(pool._pages)].tolist() == pool._pages
         for layer in range(2):
             assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
-    assert exact_again > 5
+    assert full_precision_again > 5
 
 
 def test_put_updates_the_pages_places():
@@ -141,7 +141,7 @@ def test_no_tokens_are_lost_if_memory_runs_out(mode):
 
 
 def _with_a_fault(run: EightBitRun, place: int, work) -> None:
-    """Do it with memory running out at one operation; if that failed, once more without."""
+    """Do ``work`` while memory runs out at one operation; if it fails, do it again."""
     ids, keys, values, stored, full = list(run.ids), list(run.keys), list(run.values), list(run.stored), run.full
     try:
         with MemoryRunsOut(place):
@@ -152,11 +152,11 @@ def _with_a_fault(run: EightBitRun, place: int, work) -> None:
             raise
         if run.kv.total == len(ids):
             work()
-        else:  # the truncation was done; only its slots are filled later
+        else:  # the truncation was done; only its slots are refilled later
             EightBitRun.truncate(run, run.kv.total)
 
 
-# ---- 8-bit pages: how near they are, and what they take
+# ---- 8-bit pages: accuracy
 
 
 def geometry(dtype: torch.dtype = torch.float32) -> Geometry:
@@ -167,7 +167,7 @@ def geometry(dtype: torch.dtype = torch.float32) -> Geometry:
 def test_dequantized_values_are_within_half_a_code(dtype):
     g = geometry(dtype)
     pages = torch.randn(3, 2, g.page, g.d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    pages[..., 0, :, 3] *= 100  # one channel of the keys is large in all tokens, and costs the others nothing
+    pages[..., 0, :, 3] *= 100  # one key channel is large in all tokens, which does not affect the others
     blocks = quantize(pages, g)
     assert blocks.shape == (3, eight_bit_pages.block_bytes(g))
     off = (dequantize(blocks, g) - pages).abs().float()
@@ -175,7 +175,7 @@ def test_dequantized_values_are_within_half_a_code(dtype):
     scales = torch.stack(
         (keys.amax(-2, keepdim=True).expand_as(keys), values.amax(-1, keepdim=True).expand_as(values)), -3
     )
-    # In two bytes the scale and the product are rounded too.
+    # With 16-bit dtypes the scale and the product are rounded too.
     slack = 1e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps * eight_bit_pages.LARGEST
     assert (off <= scales / eight_bit_pages.LARGEST * (0.5 + slack)).all()
 

@@ -1,4 +1,4 @@
-"""The host pool: growth in place, pinning segment by segment, and what happens where either is refused."""
+"""The host pool: growth in place, pinning by segment, and what happens if either is refused."""
 
 import mmap
 import weakref
@@ -23,8 +23,8 @@ def geometry(layers: int = 2, kv_heads: int = 2, d: int = 16, page: int = 8, dty
     return Geometry(layers, 2 * kv_heads, kv_heads, d, d if d_v is None else d_v, dtype, page)
 
 
-def filled(pool: HostPool, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Append ``tokens`` random tokens to every layer; what was appended."""
+def append_random(pool: HostPool, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Append ``tokens`` random tokens to every layer; returns them."""
     g, dice = pool.geometry, torch.Generator().manual_seed(seed)
     pool.reserve(pool.total + tokens)
     new = []
@@ -36,7 +36,7 @@ def filled(pool: HostPool, tokens: int, seed: int = 0) -> list[tuple[torch.Tenso
     return new
 
 
-def same(pool: HostPool, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+def holds(pool: HostPool, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> bool:
     keys, values = pool.dense(layer, pool.total)
     end = start + k.shape[1]
     return torch.equal(keys[:, start:end].cpu(), k) and torch.equal(values[:, start:end].cpu(), v)
@@ -52,7 +52,7 @@ def pool_of(tokens: int, registrar: CudaRegistrar | None = None, **kwargs) -> Ho
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=30), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_pool_size_depends_only_on_the_tokens_held(growths, is_pinned):
-    g = geometry(kv_heads=4, d=64, page=32)  # whose pages are whole pages of the system
+    g = geometry(kv_heads=4, d=64, page=32)  # pages that are whole system pages
     pool = HostPool(g, CPU, 30_000, Pins() if is_pinned else None)
     pool._step = min(pool._step, 512)
     held = 0
@@ -65,12 +65,12 @@ def test_pool_size_depends_only_on_the_tokens_held(growths, is_pinned):
 
 def test_the_pool_moves_when_it_outgrows_the_context():
     pool = pool_of(300)
-    written = filled(pool, 290)
+    written = append_random(pool, 290)
     old = weakref.ref(pool._regions[0])
     assert pool.reserve(pool.reserved + 1)
-    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
-    assert old() is None, "the old region is given back"
-    assert not pool.reserve(pool.reserved), "twice the address space: the next tokens move nothing"
+    assert all(holds(pool, layer, 0, *written[layer]) for layer in range(2))
+    assert old() is None, "the old region is freed"
+    assert not pool.reserve(pool.reserved), "it reserves twice the address space, so the next tokens move nothing"
 
 
 def test_reported_bytes_equal_resident_memory():
@@ -86,7 +86,7 @@ def test_reported_bytes_equal_resident_memory():
 
 def test_growth_beyond_free_memory_is_refused(monkeypatch):
     pool = pool_of(100_000)
-    written = filled(pool, 1000)
+    written = append_random(pool, 1000)
     before = pool.capacity, pool.nbytes
     monkeypatch.setattr(available, "host_free", lambda: 2**20)
     with pytest.raises(DoesNotFitError, match=r"50,\d+ tokens.* 2\d\.\d\d MiB"):
@@ -94,7 +94,7 @@ def test_growth_beyond_free_memory_is_refused(monkeypatch):
     with pytest.raises(DoesNotFitError):
         pool.reserve(200_000)
     assert (pool.capacity, pool.nbytes, pool.total) == (*before, 1000)
-    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    assert all(holds(pool, layer, 0, *written[layer]) for layer in range(2))
     monkeypatch.undo()
     assert not pool.reserve(50_000)
 
@@ -112,7 +112,7 @@ def test_growth_takes_only_what_it_needs_if_memory_is_short(monkeypatch):
 
 def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
     pool = pool_of(0, layers=4)
-    filled(pool, 100)
+    append_random(pool, 100)
     more = layer_bytes(pool.geometry, 1000) * 4 - pool.nbytes
     monkeypatch.setattr(available, "usable", lambda free: free)
     monkeypatch.setattr(available, "host_free", lambda: more + pool._regions[0].committed - 1)
@@ -125,7 +125,7 @@ def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
 def test_an_interrupted_move_leaves_the_pool_intact(monkeypatch):
     pins = Pins()
     pool = pool_of(0, pins, layers=3)
-    written, commit, calls = filled(pool, 100), PinnedRegion.commit, []
+    written, commit, calls = append_random(pool, 100), PinnedRegion.commit, []
 
     def fail_at_the_second(region, size):
         calls.append(size)
@@ -139,17 +139,17 @@ def test_an_interrupted_move_leaves_the_pool_intact(monkeypatch):
     assert pool.pinned
     assert not pool.badges
     monkeypatch.undo()
-    more = filled(pool, 900, seed=1)
+    more = append_random(pool, 900, seed=1)
     for layer in range(3):
-        assert same(pool, layer, 0, *written[layer])
-        assert same(pool, layer, 100, *more[layer])
+        assert holds(pool, layer, 0, *written[layer])
+        assert holds(pool, layer, 100, *more[layer])
 
 
 def test_scarce_address_space_is_reserved_only_as_needed(monkeypatch):
-    real, asked = mmap.mmap, []
+    real, requests = mmap.mmap, []
 
     def scarce(fileno, length, *args):
-        asked.append(length)
+        requests.append(length)
         if length > 2**20:
             raise OSError(12, "Cannot allocate memory")
         return real(fileno, length, *args)
@@ -157,12 +157,12 @@ def test_scarce_address_space_is_reserved_only_as_needed(monkeypatch):
     monkeypatch.setattr(mmap, "mmap", scarce)
     pool = pool_of(100_000)
     assert pool.reserved == pool.capacity
-    written = filled(pool, 500)
-    assert pool.reserve(pool.reserved + 1), "nothing more was reserved, so it moves"
-    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    written = append_random(pool, 500)
+    assert pool.reserve(pool.reserved + 1), "nothing more was reserved, so the pool moves"
+    assert all(holds(pool, layer, 0, *written[layer]) for layer in range(2))
     with pytest.raises(DoesNotFitError, match="Cannot allocate memory"):
         pool.reserve(10_000)
-    assert all(same(pool, layer, 0, *written[layer]) for layer in range(2))
+    assert all(holds(pool, layer, 0, *written[layer]) for layer in range(2))
 
 
 # ---- pinning
@@ -190,7 +190,7 @@ def test_pinned_segments_exactly_cover_the_used_memory(layers, kv_heads, d, d_v,
             addresses = [pool.rows(layer).data_ptr() for layer in range(layers)]
             fits = pool.total + tokens <= pool.reserved
             starts.append(pool.total)
-            written.append(filled(pool, tokens, seed))
+            written.append(append_random(pool, tokens, seed))
             assert fits == (addresses == [pool.rows(layer).data_ptr() for layer in range(layers)])
             assert pool.pinned
             assert pool.capacity >= pool.total
@@ -199,7 +199,7 @@ def test_pinned_segments_exactly_cover_the_used_memory(layers, kv_heads, d, d_v,
                 assert pins.is_exact(used.data_ptr(), used.nbytes)
             assert sum(pins.held.values()) == pool.nbytes
         for start, new in zip(starts, written, strict=True):
-            assert all(same(pool, layer, start, *new[layer]) for layer in range(layers))
+            assert all(holds(pool, layer, start, *new[layer]) for layer in range(layers))
         seen = set(pins.held)
         del pool, used
         assert not pins.held
@@ -237,16 +237,16 @@ def test_a_refused_segment_makes_the_pool_pageable_until_it_grows(fails_at, else
         assert all(pool.pageable_reason in badge for badge in pool.badges)
         assert bool(pool.badges) != pool.pinned
         if fits and not elsewhere:
-            assert len(pins.given_back) == given_back, "what is pinned stays so"
+            assert len(pins.given_back) == given_back, "pinned segments stay pinned"
             assert held.items() <= pins.held.items()
         was_pageable |= not pool.pinned
-        written.append(filled(pool, 100, seed))
+        written.append(append_random(pool, 100, seed))
     assert was_pageable
-    assert pool.pinned, "it was tried again"
+    assert pool.pinned, "pinning is tried again"
     for region in pool._regions:
         assert pins.is_exact(region.bytes.data_ptr(), region.committed)
     for start, new in zip(starts, written, strict=True):
-        assert all(same(pool, layer, start, *new[layer]) for layer in range(2))
+        assert all(holds(pool, layer, start, *new[layer]) for layer in range(2))
 
 
 # ---- with a GPU
@@ -264,23 +264,23 @@ def test_a_gpu_reads_and_writes_across_segments(cuda, monkeypatch):
     assert pool.pinned, pool.pageable_reason
     view, address = pool.rows(0), pool.rows(0).data_ptr()
     assert address == pool._regions[0].bytes.data_ptr()
-    written = [filled(pool, 500, seed) for seed in range(9)]
+    written = [append_random(pool, 500, seed) for seed in range(9)]
     assert len(pool._regions[0]._registered) > 3
     assert pool.rows(0).data_ptr() == address
     torch.cuda.synchronize()
     for i, new in enumerate(written):
-        assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))
+        assert all(holds(pool, layer, 500 * i, *new[layer]) for layer in range(2))
     index = pool.row_index(torch.arange(4500, device=cuda), torch.tensor(1, device=cuda))
     assert torch.equal(view.index_select(0, index).cpu(), pool.layers[0].view(-1, 24)[index.cpu()])
-    assert pool.reserve(6000), "beyond the context it moves"
+    assert pool.reserve(6000), "beyond the context the pool moves"
     for i, new in enumerate(written):
-        assert all(same(pool, layer, 500 * i, *new[layer]) for layer in range(2))
+        assert all(holds(pool, layer, 500 * i, *new[layer]) for layer in range(2))
 
 
 @pytest.mark.cuda
 def test_a_captured_graph_reads_memory_pinned_later(cuda):
     pool = HostPool(geometry(), cuda, 50_000)
-    filled(pool, 100)
+    append_random(pool, 100)
     out = torch.zeros(1, 16, device=cuda)
     index = torch.zeros(1, dtype=torch.int64, device=cuda)
     head = torch.zeros((), dtype=torch.int64, device=cuda)
@@ -288,7 +288,7 @@ def test_a_captured_graph_reads_memory_pinned_later(cuda):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.index_select(pool.rows(0), 0, index, out=out)
-    new = filled(pool, 40_000, seed=1)
+    new = append_random(pool, 40_000, seed=1)
     index.copy_(pool.row_index(torch.tensor([35_000], device=cuda), head))
     graph.replay()
     assert torch.equal(out[0].cpu(), new[0][0][0, 34_900])
@@ -301,7 +301,7 @@ def test_a_pageable_pool_reads_like_a_pinned_one(cuda):
     assert pinned.pinned
     assert not pageable.pinned
     for pool in (pinned, pageable):
-        filled(pool, 700)
+        append_random(pool, 700)
     index = pinned.row_index(torch.arange(0, 700, 7, device=cuda), torch.tensor(1, device=cuda))
     for layer in range(2):
         assert all(torch.equal(a, b) for a, b in zip(pinned.dense(layer, 700), pageable.dense(layer, 700), strict=True))

@@ -29,8 +29,8 @@ def pages_of(tokens: int, dtype=torch.float32, seed: int = 0) -> list[torch.Tens
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(g.layers)]
 
 
-class Into:
-    """Takes the pages that are read."""
+class Target:
+    """A pool that takes the pages read."""
 
     def __init__(self, layers: list[torch.Tensor]) -> None:
         self.layers = layers
@@ -51,7 +51,7 @@ def rows_of(tokens: int, seed: int = 0):
     return rows
 
 
-def written(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=None) -> PageFile:
+def write_file(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=None) -> PageFile:
     file = PageFile(path, geometry(dtype), identity or {"model": "a"})
     layers, rows = pages_of(tokens, dtype, seed), rows_of(tokens, seed)
     for page in range(first, len(layers[0])):
@@ -59,14 +59,14 @@ def written(path, tokens=TOKENS, dtype=torch.float32, seed=0, first=0, identity=
     return file
 
 
-def usable(path) -> int:
-    """Tokens that a reader takes from a damaged copy of ``written``, whose K/V it compares; 0 if it is refused."""
+def usable_tokens(path) -> int:
+    """Tokens that a reader accepts from a damaged copy of ``write_file``, with equal K/V; 0 if it rejects the file."""
     file, into = PageFile(path, geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
     try:
         rows = file.rows()
     except DamagedFileError:
         return 0
-    there = file.read(Into(into), len(rows))
+    there = file.read(Target(into), len(rows))
     assert rows[:there].tobytes() == rows_of(TOKENS)[:there].tobytes()
     for layer, stored in zip(into, pages_of(TOKENS), strict=True):
         assert torch.equal(layer[: there // PAGE], stored[: there // PAGE])
@@ -75,10 +75,10 @@ def usable(path) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_written_pages_are_read_back_bit_for_bit(tmp_path, dtype):
-    file = written(tmp_path / "folder" / "a.kv", dtype=dtype)
+    file = write_file(tmp_path / "folder" / "a.kv", dtype=dtype)
     into = pages_of(TOKENS, dtype, seed=9)
     assert file.rows().tobytes() == rows_of(TOKENS).tobytes()
-    assert file.read(Into(into), TOKENS) == TOKENS
+    assert file.read(Target(into), TOKENS) == TOKENS
     assert all(torch.equal(a, b) for a, b in zip(into, pages_of(TOKENS, dtype), strict=True))
     assert file.path.stat().st_mode & 0o777 == 0o600
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
@@ -86,7 +86,7 @@ def test_written_pages_are_read_back_bit_for_bit(tmp_path, dtype):
 
 def test_new_pages_are_appended(tmp_path):
     path = tmp_path / "a.kv"
-    file = written(path, tokens=10)
+    file = write_file(path, tokens=10)
     whole = HEADER_BYTES + 2 * file.record_bytes(False)
     before = path.read_bytes()[:whole]
     layers, rows = pages_of(TOKENS), rows_of(TOKENS)
@@ -97,39 +97,39 @@ def test_new_pages_are_appended(tmp_path):
 
 
 def test_a_branch_replaces_later_pages(tmp_path):
-    file = written(tmp_path / "a.kv")
+    file = write_file(tmp_path / "a.kv")
     file.write(1, rows_of(TOKENS, seed=5)[4:7], page_of(pages_of(TOKENS, seed=5), 1))
     assert file.rows()["id"].tolist() == [*rows_of(TOKENS)["id"][:4], *rows_of(TOKENS, seed=5)["id"][4:7]]
 
 
 def test_truncated_files_keep_their_complete_pages(tmp_path):
-    """What is left when the process is killed while it writes: any number of the last bytes is missing."""
+    """As left by a process that was killed while writing: any number of the last bytes may be missing."""
     path = tmp_path / "a.kv"
-    record, data = written(path).record_bytes(False), path.read_bytes()
+    record, data = write_file(path).record_bytes(False), path.read_bytes()
     for length in [*range(0, HEADER_BYTES, 512), *range(HEADER_BYTES - 2, len(data), 19), len(data)]:
         path.write_bytes(data[:length])
         whole = max(0, length - HEADER_BYTES) // record
-        assert usable(path) == min(TOKENS, whole * PAGE)
+        assert usable_tokens(path) == min(TOKENS, whole * PAGE)
 
 
 def test_changed_bytes_are_detected(tmp_path):
     path = tmp_path / "a.kv"
-    record, data = written(path).record_bytes(False), path.read_bytes()
+    record, data = write_file(path).record_bytes(False), path.read_bytes()
     places = random.Random(0).sample(range(len(data)), 120)
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
-        assert usable(path) == max(0, place - HEADER_BYTES) // record * PAGE
+        assert usable_tokens(path) == max(0, place - HEADER_BYTES) // record * PAGE
 
 
 def test_pages_of_two_histories_are_not_mixed(tmp_path):
     one, other = tmp_path / "one.kv", tmp_path / "other.kv"
-    record = written(one).record_bytes(False)
-    written(other, seed=1)
+    record = write_file(one).record_bytes(False)
+    write_file(other, seed=1)
     cut = HEADER_BYTES + 2 * record
     one.write_bytes(one.read_bytes()[:cut] + other.read_bytes()[cut:])
-    assert usable(one) == 2 * PAGE
+    assert usable_tokens(one) == 2 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_pages_of_two_histories_are_not_mixed(tmp_path):
     ],
 )
 def test_files_of_another_model_or_format_are_rejected(tmp_path, identity, dtype, reason):
-    path = written(tmp_path / "a.kv").path
+    path = write_file(tmp_path / "a.kv").path
     with pytest.raises(DamagedFileError, match=reason):
         PageFile(path, geometry(dtype), identity).rows()
 
@@ -155,24 +155,24 @@ def test_invalid_files_are_rejected(tmp_path, data):
 
 
 def test_pages_are_not_appended_to_another_history(tmp_path):
-    one = written(tmp_path / "a.kv", tokens=8)
-    other = written(tmp_path / "a.kv", tokens=8, seed=1)  # another application, with the same conversation
+    one = write_file(tmp_path / "a.kv", tokens=8)
+    other = write_file(tmp_path / "a.kv", tokens=8, seed=1)  # another process with the same conversation
     with pytest.raises(DamagedFileError, match="another history"):
         one.write(2, rows_of(TOKENS)[8:12], page_of(pages_of(TOKENS), 2))
     assert other.rows()["id"].tolist() == rows_of(8, seed=1)["id"].tolist()
 
 
 def test_pages_overwritten_after_rows_are_not_read(tmp_path):
-    written(tmp_path / "a.kv")
+    write_file(tmp_path / "a.kv")
     reader, into = PageFile(tmp_path / "a.kv", geometry(), {"model": "a"}), pages_of(TOKENS, seed=9)
     assert len(reader.rows()) == TOKENS
-    written(tmp_path / "a.kv", seed=1)
-    assert reader.read(Into(into), TOKENS) == 0
+    write_file(tmp_path / "a.kv", seed=1)
+    assert reader.read(Target(into), TOKENS) == 0
     assert reader.end() == End()
 
 
 def killed_while_writing(path, seconds: float) -> None:
-    """Let another process write one history after the other to ``path``, and kill it after so long."""
+    """Let another process write one history after another to ``path``, and kill it after ``seconds``."""
     histories = [
         (rows_of(TOKENS, seed), [page_of(pages_of(TOKENS, seed=seed), page) for page in range(4)]) for seed in range(3)
     ]
@@ -203,7 +203,7 @@ def test_files_of_a_killed_writer_hold_one_history(tmp_path):
             continue
         if not len(rows):
             continue
-        there = file.read(Into(into), len(rows))
+        there = file.read(Target(into), len(rows))
         assert there == len(rows)
         seed = next(seed for seed in range(3) if rows[0]["id"] == rows_of(TOKENS, seed)[0]["id"])
         assert rows.tobytes() == rows_of(TOKENS, seed)[: len(rows)].tobytes()
@@ -212,7 +212,7 @@ def test_files_of_a_killed_writer_hold_one_history(tmp_path):
 
 
 def test_pages_are_not_appended_to_a_deleted_file(tmp_path):
-    file = written(tmp_path / "a.kv")
+    file = write_file(tmp_path / "a.kv")
     file.path.unlink()
     with pytest.raises(DamagedFileError):
         file.write(2, rows_of(PAGE), page_of(pages_of(TOKENS), 2))
@@ -230,7 +230,7 @@ def test_truncated_8_bit_pages_stay_marked(tmp_path):
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
     assert (pool.dequantized, any(pool.quantized), pool.quantized_pages) == ({2}, False, [2])
-    written(tmp_path / "b.kv")
+    write_file(tmp_path / "b.kv")
     exact = PageFile(tmp_path / "b.kv", g, {"model": "a"})
     exact.rows()
     assert exact.full_precision_pages == len(exact.links)
@@ -240,7 +240,7 @@ STATES = [(9, b"older state"), (TOKENS, b"the newest one")]
 
 
 def with_end(path) -> PageFile:
-    file = written(path)
+    file = write_file(path)
     size = file._query_bytes
     file.write(3, rows_of(TOKENS)[12:], page_of(pages_of(TOKENS), 3), query=bytes(range(size)), states=STATES)
     return file
@@ -268,8 +268,8 @@ def test_changed_bytes_of_the_query_and_states_are_detected(tmp_path):
         assert len(file.rows()) == TOKENS
         end = file.end()
         good = [(state.tokens, whole) for state in end.states if (whole := file.state(state))]
-        bytes_of_states = len(damaged) - place <= sum(len(state) for _, state in STATES)
-        assert len(good) == (1 if bytes_of_states else 0)
+        is_in_states = len(damaged) - place <= sum(len(state) for _, state in STATES)
+        assert len(good) == (1 if is_in_states else 0)
         assert set(good) < set(STATES)
 
 

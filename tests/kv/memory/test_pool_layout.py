@@ -1,4 +1,4 @@
-"""Bytes reported are bytes allocated and bytes foretold, in every mode (E11); slots and free indices."""
+"""Reported bytes match allocated and planned bytes in every mode (E11); slots and free indices."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def test_reported_bytes_match_allocated_and_planned_bytes(row, kwargs):
     run = Run.of_row(row, toy(PLAIN, page=8, **kwargs)).begun(300)
     kv = run.kv
     allocated = sum(tensors_of(kv).values())
-    # The host pool's storages are address space: what counts of them is the memory they hold.
+    # The host pool's storages are address space; only the memory resident in them counts.
     for region in kv.state.host._regions:
         allocated += resident(region) - region.size
     reported = kv.device_bytes + kv.state.host.nbytes
-    queries = kv.state.query.nbytes + kv.state.prompt.rows.nbytes  # of the last token, and of the prompt's last
+    queries = kv.state.query.nbytes + kv.state.prompt.rows.nbytes  # of the last token, and of the prompt's last tokens
     small = queries + kv.state.control.nbytes + 4096  # flags by position, counters
     assert reported <= allocated <= reported * 1.01 + small
     assert (
@@ -61,7 +61,7 @@ def test_a_truncation_releases_later_tokens_and_the_cut_page():
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
 def test_the_lowest_free_indices_are_taken(steps):
-    """As a set that grows would give them."""
+    """Compared with a set that grows."""
     free, used = FreeList(3), {0, 1, 2}
     for gives_back, number in steps:
         if gives_back:
