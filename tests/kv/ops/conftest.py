@@ -1,4 +1,4 @@
-"""What the kernels run on: the interpreter's CPU, or a GPU where there is one."""
+"""Devices for the kernels: a CPU with Triton's interpreter, and a GPU if there is one."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 @pytest.fixture
 def interpreter():
     if not triton.knobs.runtime.interpret:
-        pytest.skip("Triton's interpreter is off where there is a GPU")
+        pytest.skip("Triton's interpreter is off on machines with a GPU")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -1,4 +1,4 @@
-"""The compiled loops are there, and go on where their cache cannot be kept."""
+"""The compiled loops: their results, and machines without numba, OpenMP or a cache folder."""
 
 import sys
 
@@ -22,13 +22,13 @@ def test_the_cpu_uses_compiled_loops():
 
 @pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
 def test_torch_is_used_if_numba_cannot_be_loaded(error, monkeypatch):
-    class Refusing:
+    class FailingFinder:
         @staticmethod
         def find_spec(name, *_):
             if name == "kvchat.kv.ops.numba.pages":
                 raise error("no such library, or no memory for it")
 
-    monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [FailingFinder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "kvchat.kv.ops.numba.pages")
     monkeypatch.delattr("kvchat.kv.ops.numba.pages")
     assert cpu_ops.imported.__wrapped__(cpu_ops.PAGES) is None
@@ -82,7 +82,7 @@ def test_nan_and_infinite_numbers_do_not_crash(scores):
 @pytest.mark.parametrize("left_over", [0, 3])
 @pytest.mark.parametrize("far", [8, 9, 1])
 def test_the_best_tokens_are_listed_at_any_distance(far, left_over):
-    """Also where each lies in a block of its own, as in a long conversation."""
+    """Even if each is in a different block, as in a long conversation."""
     k, first, n = 20, 4, 8 * 300 + left_over
     bits = np.full(-(-n // tokens.LANES) * tokens.LANES, -5, np.int32)
     bits[:n] = 5
@@ -101,18 +101,18 @@ def test_keep_gives_the_same_without_the_compress_instruction(compresses, monkey
     keep = tokens._keep
 
     @numba.njit
-    def kept(bits, least, some, places):
+    def kept(bits, least, values, places):
         found = 0
         for at in range(0, len(bits), 16):
-            found = keep(bits, at, least, some, places, found)
+            found = keep(bits, at, least, values, places, found)
         return found
 
     bits = torch.randint(-9, 9, (40 * 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(2)).numpy()
     bits[64:96] = -1
-    some, places = np.empty((2, len(bits) + 16), np.int32)
-    found = kept(bits, 3, some, places)
+    values, places = np.empty((2, len(bits) + 16), np.int32)
+    found = kept(bits, 3, values, places)
     assert places[:found].tolist() == (bits >= 3).nonzero()[0].tolist()
-    assert some[:found].tolist() == bits[bits >= 3].tolist()
+    assert values[:found].tolist() == bits[bits >= 3].tolist()
 
 
 @pytest.mark.parametrize("scores", [[-3.5, -2.25, -8], [-1, 0, 1e30, 5], [-np.inf, -1e30], [-0.0]])

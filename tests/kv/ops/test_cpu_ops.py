@@ -1,4 +1,4 @@
-"""The CPU's operations do what the torch reference does."""
+"""The CPU's operations against the torch reference."""
 
 import threading
 
@@ -26,7 +26,7 @@ def test_every_operation_matches_the_reference(shape, dtype, loops, monkeypatch)
     if loops != "compiled":
         monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
-    # The loops round no intermediate result to bfloat16, torch does.
+    # Torch rounds intermediate results to bfloat16, the loops do not.
     allowed = 0.01 if dtype == torch.bfloat16 and loops == "compiled" else 1e-6
     assert {name for name in expected if not verify.error(measured[name], expected[name]) <= allowed} == set()
 
@@ -65,10 +65,10 @@ def test_per_head_tables_match_the_reference(window):
     assert int(tables[0].read_pairs) == int(tables[1].read_pairs) == int((biases[0] == 0).sum())
 
 
-# ---- Loops that are compiled while a conversation goes on take over from torch between two tokens
+# ---- Loops compiled during a conversation take over from torch between two tokens
 
 
-# Every policy that loops choose or attend by, with pages of 32 tokens, as the loops take them.
+# Every policy for which loops select or attend, with pages of 32 tokens, as the loops need.
 MODES = {
     "full": ("full", {}),
     "full-resident": ("full", {"resident": 64}),

@@ -1,4 +1,4 @@
-"""The products of attention on a CPU are torch's, wherever the tokens lie."""
+"""Attention products on a CPU match torch's wherever the tokens are stored."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def unrounded(blocks, g):
 
 
 def check(made, query, weights, keys, values):
-    """``made`` are the products of ``keys`` and ``values``, computed in float64."""
+    """Compare the products ``made`` with those of ``keys`` and ``values`` in float64."""
     exact = products(keys.double(), values.double())
     sums = made.sums(weights)
     torch.testing.assert_close(made.scores(query).double(), exact.scores(query.double()), rtol=1e-5, atol=1e-3)
@@ -38,7 +38,7 @@ def check(made, query, weights, keys, values):
 @pytest.mark.parametrize("n", [2048, 2561, 3071])
 @pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
 def test_products_over_many_tokens(heads, group, d, n, threads, dtype):
-    """Of a room of which only some tokens, and of each only some numbers, are read."""
+    """In a larger buffer, of which only some tokens and some numbers of each are read."""
     assert n >= cpu_ops.MANY
     draw = torch.Generator().manual_seed(n)
     rows = torch.randn((heads, n + 9, d + 3), generator=draw).to(dtype)[:, 5 : 5 + n, :d]
@@ -52,7 +52,7 @@ def test_products_over_many_tokens(heads, group, d, n, threads, dtype):
 
 
 def test_products_with_learned_sinks():
-    """A token's weights are then not all of its softmax: they do not lie in a row."""
+    """The weights are then only part of the softmax, so they are not contiguous."""
     draw, n = torch.Generator().manual_seed(3), cpu_ops.MANY
     keys, values = torch.randn((2, 2, n, 8), generator=draw)
     query, sinks = torch.randn((2, 3, 8), generator=draw), torch.randn((2, 3), generator=draw) + 9
@@ -68,7 +68,7 @@ def test_products_with_learned_sinks():
     ("heads", "group", "d", "room"), [(1, 1, 5, 5), (2, 4, 24, 40), (4, 2, 64, 64), (2, 7, 96, 99)]
 )
 def test_attention_over_scattered_tokens_returns_weights(heads, group, d, room, tokens, dtype):
-    """Heads lie apart, rows are wider than they are read, and what is named has gaps."""
+    """Heads are apart, rows are wider than what is read, and the tokens have gaps."""
     draw, spec = torch.Generator().manual_seed(tokens + d), AttentionSpec(0.3)
     keys, values = (torch.randn(heads, 1000, room, generator=draw).to(dtype)[:, :900, :d] for _ in range(2))
     table = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32).expand(heads, -1)
@@ -77,8 +77,8 @@ def test_attention_over_scattered_tokens_returns_weights(heads, group, d, room, 
         made, weights = torch.empty(heads, group, d + 1), torch.empty(heads, group, tokens)
         stored = *cpu_ops._rows(keys), *cpu_ops._rows(values)
         loops = cpu_ops.loops_over(dtype, cpu_ops.TOKENS)
-        asked = cpu_ops._asked(query, spec, learned)
-        loops.attend_tokens(*asked, *stored, table.numpy(), made.numpy(), 1, weights.numpy())
+        request = cpu_ops._asked(query, spec, learned)
+        loops.attend_tokens(*request, *stored, table.numpy(), made.numpy(), 1, weights.numpy())
         held = products(*(rows[:, table[0].long()].double() for rows in (keys, values)))
         exact = attend(query.double(), held, None, spec, None if learned is None else learned.double())
         for found, expected in zip((made[..., :-1], weights), exact, strict=True):
@@ -96,7 +96,7 @@ def test_products_over_full_precision_and_8_bit_pages(heads, group, d_k, d_v, pa
     exact = torch.randn(2, heads, (pages + 3) * page, d_k, generator=draw).to(dtype)
     by_page = exact.view(2, heads, -1, page, d_k).permute(2, 1, 0, 3, 4)
     quantized = eight_bit_pages.quantize(by_page.flip(0), g)
-    # Every other page lies in the exact pool, from the third on; the others in 8 bits, from the last on.
+    # Every other page is full-precision, from the pool's third page on; the rest are in 8 bits, from the last on.
     places = torch.tensor([at + 2 if at % 2 else ~(at + 1) for at in range(pages)])
     held = torch.stack([by_page[at] if at >= 0 else unrounded(quantized[~at], g) for at in places.tolist()])
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
@@ -114,7 +114,7 @@ def test_misaligned_8_bit_pages_are_left_to_torch():
     table = torch.zeros(1, 3, dtype=torch.int32)
     pages = torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2)
     assert eight_bit_pages.block_bytes(g) % 4
-    assert cpu_ops.mixed(*pages, table, g) is None  # scales would lie across two numbers
+    assert cpu_ops.mixed(*pages, table, g) is None  # scales would be misaligned
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -140,7 +140,7 @@ def test_few_tokens_do_not_use_numba(monkeypatch):
 
 
 def test_numba_does_not_change_torchs_threads():
-    """Both share one OpenMP, which numba tells to take every processor: beside others all of torch would wait."""
+    """Both share one OpenMP, which numba sets to every processor; next to busy processes torch would wait."""
     script = (
         "import torch; from kvchat.kv.ops.cpu_ops import MANY, in_a_row; rows = torch.ones((1, MANY, 8));"
         "in_a_row(rows, rows).scores(rows[:, :1]); print(torch.get_num_threads())"
@@ -150,7 +150,7 @@ def test_numba_does_not_change_torchs_threads():
     assert done.stdout == "1\n", done.stderr
 
 
-# ---- A few tokens at once: their attention and their products with weights are those in float64
+# ---- A few tokens at once: attention and products with weights against float64
 
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -166,8 +166,8 @@ def test_each_row_attends_to_the_tokens_it_sees(layer, shape, dtype):
     draw = torch.Generator().manual_seed(1)
     spec = AttentionSpec(d_k**-0.5, window, softcap, torch.randn(heads * group, generator=draw) if has_sinks else None)
     for n, start in ((1, 2048), (2, 2559), (5, 2049), (8, 3000), (32, 2100)):
-        room = torch.randn((2, heads, start + n + 9, max(d_k, d_v) + 3), generator=draw).to(dtype)
-        keys, values = room[0, :, 5 : 5 + start + n, :d_k], room[1, :, 5 : 5 + start + n, :d_v]
+        buffer = torch.randn((2, heads, start + n + 9, max(d_k, d_v) + 3), generator=draw).to(dtype)
+        keys, values = buffer[0, :, 5 : 5 + start + n, :d_k], buffer[1, :, 5 : 5 + start + n, :d_v]
         query = torch.randn((heads * group, n, d_k), generator=draw).to(dtype)
         found = cpu_ops.attended_rows(query, keys, values, start, spec)
         assert found.dtype == dtype
@@ -176,10 +176,10 @@ def test_each_row_attends_to_the_tokens_it_sees(layer, shape, dtype):
 
 def test_memory_after_the_last_token_is_not_read():
     draw = torch.Generator().manual_seed(2)
-    room = torch.randn((2, 2, 2200, 32), generator=draw)
-    room[:, :, 2103:] = float("nan")
+    buffer = torch.randn((2, 2, 2200, 32), generator=draw)
+    buffer[:, :, 2103:] = float("nan")
     query, spec = torch.randn((4, 3, 32), generator=draw), AttentionSpec(0.2)
-    keys, values = room[0, :, :2103], room[1, :, :2103]
+    keys, values = buffer[0, :, :2103], buffer[1, :, :2103]
     found = cpu_ops.attended_rows(query, keys, values, 2100, spec)
     assert (found.double() - causal(query, keys, values, 2100, spec)).abs().max() < 1e-5
 

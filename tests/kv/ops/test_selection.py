@@ -1,4 +1,4 @@
-"""Slots of which those that are wanted again stay, and every mode over 8-bit pages."""
+"""Slot assignment, which keeps what is still wanted in place, and every mode over 8-bit pages."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def draw():
 
 
 def distinct(draw: torch.Generator, rows: int, k: int, of: int, share: float = 0.7) -> torch.Tensor:
-    """``[rows, k]`` distinct numbers from 1 on, some of them EMPTY."""
+    """``[rows, k]`` numbers from 1 on, distinct in a row, some of them EMPTY."""
     numbers = torch.stack([torch.randperm(of - 1, generator=draw)[:k] + 1 for _ in range(rows)])
     return numbers.masked_fill(torch.rand(rows, k, generator=draw) > share, EMPTY)
 
@@ -50,7 +50,7 @@ def test_tokens_take_empty_slots_best_first(draw):
             assert sorted(now[now >= 0].tolist()) == sorted(stays + comes)
             kept = torch.isin(held, torch.tensor(stays))
             assert torch.equal(now[kept], held[kept])
-            assert (now[(held >= 0) & ~kept] == EMPTY).all(), "attention may be reading what left"
+            assert (now[(held >= 0) & ~kept] == EMPTY).all(), "attention may still read evicted slots"
 
 
 def test_codes_overestimate_page_mass_by_about_the_excess():
@@ -58,13 +58,13 @@ def test_codes_overestimate_page_mass_by_about_the_excess():
     keys, query = torch.randn((1, 32 * 4000, 16), generator=generator), torch.randn((1, 16), generator=generator)
     index = key_codes.encode(keys, 32, 2)
     exact, found = torch.einsum("qd,hnd->hn", query, keys) * 0.5, key_codes.token_scores(query, index, 32, 2, 0.5)[0]
-    too_high = (found.logsumexp(-1) - exact.logsumexp(-1)).item()
+    overestimate = (found.logsumexp(-1) - exact.logsumexp(-1)).item()
     expected = key_codes.excess(query, index, 32, 2, 0.5).mean().item()
     assert expected > 0.05
-    assert too_high == pytest.approx(expected, rel=0.25)
+    assert overestimate == pytest.approx(expected, rel=0.25)
 
 
-# ---- Every mode over 8-bit pages is dense attention over K/V that numpy quantized
+# ---- Every mode over 8-bit pages against dense attention over K/V that numpy quantized
 
 
 @pytest.mark.parametrize(("row", "unified"), [*((row, True) for row in CORE), ("full-resident", False)])

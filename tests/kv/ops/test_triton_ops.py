@@ -1,4 +1,4 @@
-"""Every mode with the kernels against the independent reference, step by step, with the invariants of the kv."""
+"""Every mode with the kernels against the independent reference, step by step, with the kv's invariants."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
 
-# Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
-# speculated, a table for each layer.
+# Besides the first row of each mode, rows that use other kernels: the host pool read over the link, no speculated
+# pages, a table per layer.
 CASES = [*FIRST.values(), "full-resident", "freekv-sync", "freeze-budget"]
 
 
@@ -107,7 +107,7 @@ def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
 
 
 def check_outputs(gpu, outputs):
-    """Dense attention over what was read, in float64."""
+    """Compare with dense attention in float64 over the tokens read."""
     for layer, spec in enumerate(gpu.specs):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.kv.state.host.dense(layer, gpu.total)

@@ -1,4 +1,4 @@
-"""What the kernels prove of themselves: right ones pass in every shape, a wrong or a broken one is named."""
+"""The kernels' self-test: correct kernels pass in every shape; wrong and broken ones are named."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kvchat.kv.ops.triton_ops import EightBitTritonOps
 
 
 @pytest.fixture(autouse=True)
-def tried_anew():
+def without_cached_results():
     verify.kernel_failure.cache_clear()
     yield
     verify.kernel_failure.cache_clear()
@@ -74,10 +74,10 @@ def test_triton_errors_are_reported(device, monkeypatch):
     assert failure == "RuntimeError: Failed to find C compiler."
 
 
-# ---- The kernels over 8-bit pages against stock torch, which test_eight_bit_ops holds against numpy
+# ---- The kernels over 8-bit pages against stock torch, which test_selection.py compares with numpy
 
 
-# Triton's interpreter cuts off where it makes bfloat16: one unit in the last place, and codes of scales that are so.
+# Triton's interpreter truncates to bfloat16: one unit in the last place, also in scales and hence in codes.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 
 

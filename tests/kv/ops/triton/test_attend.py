@@ -1,4 +1,4 @@
-"""attend: stock torch operations in float32 are the measure, whatever the dtype of what is stored."""
+"""attend: compared with stock torch operations in float32 for every stored dtype."""
 
 import dataclasses
 
@@ -51,9 +51,9 @@ def test_outputs_weights_and_read_counts_match_torch(shape, kind, dtype, device)
         found = []
         for side in sides(g, device, layout, tokens=TOKENS, seed=seed, exact=True):
             slots, spec = side.slots[0], spec_of(kind, side.ops.geometry, device)
-            asked = query.to(slots.kv.dtype)
-            attended, weights = side.ops.attend(slots, 1, asked, spec, True)
-            alone, none = side.ops.attend(slots, 0, asked, spec, False)
+            queries = query.to(slots.kv.dtype)
+            attended, weights = side.ops.attend(slots, 1, queries, spec, True)
+            alone, none = side.ops.attend(slots, 0, queries, spec, False)
             assert none is None
             assert attended.dtype == alone.dtype == slots.kv.dtype
             total = torch.ones(slots.n, device=device)
@@ -107,7 +107,7 @@ def test_spilled_tokens_are_read_from_the_host_pool(shape, kind, dtype, device):
 
 
 def attended_on_cpu(slots, host, query, spec):
-    """Of the tokens ``on_cpu``, all of which the layer sees, without learned sinks."""
+    """Attention over the tokens ``on_cpu``, all visible to the layer, without learned sinks."""
     g, some = host.geometry, slice(slots.on_cpu.start, slots.on_cpu.stop)
     keys, values = (rows[:, some].float() for rows in host.dense(1, host.total))
     logits = spec.scaling * query.float().view(g.kv_heads, g.group, -1) @ keys.transpose(1, 2)
@@ -118,7 +118,7 @@ def attended_on_cpu(slots, host, query, spec):
 
 
 def stage(slots, host, layer, staged):
-    """Let the first pages arrive once they are waited for; what is not among them may hold anything."""
+    """Let the first pages arrive when they are waited for; other pages may hold anything."""
     slots.staged = staged
     pages = host.table(layer)[:staged]
     slots.staging = pages.new_full((slots.staged + 1, *pages.shape[1:]), torch.nan)

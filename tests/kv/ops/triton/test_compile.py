@@ -1,4 +1,4 @@
-"""The interpreter takes what the compiler does not: every kernel is compiled to machine code, without a GPU."""
+"""Every kernel is compiled to machine code without a GPU: the interpreter accepts what the compiler rejects."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from kvchat.kv.ops import triton
 from kvchat.models.fuse import kernels
 
 CELLS = [(80, "float16", 80)]
-# A minute or more each. Compute capability 7.5 has no bfloat16, but a checkpoint's own dtype is taken there too.
+# A minute or more each. Compute capability 7.5 has no bfloat16, but a checkpoint's own dtype is used there too.
 OTHER_CELLS = [
     *[(75, "float16", 128), (75, "bfloat16", 64), (75, "float16", 256), (80, "bfloat16", 128), (86, "bfloat16", 64)],
     *[(86, "float16", 96), (89, "bfloat16", 80), (89, "float16", 256), (90, "float16", 64), (90, "bfloat16", 128)],
@@ -33,7 +33,7 @@ OF_WIDTH = [
 
 
 def least_shared(capability):
-    """Bytes that a program gets on every GPU of the generation."""
+    """Bytes of shared memory that a program gets on every GPU of the generation."""
     return (64 if capability < 80 else 99) * 1024
 
 
@@ -59,7 +59,7 @@ def test_every_kernel_compiles(capability, dtype, d, pytestconfig, tmp_path):
 
 
 def kernels_of_the_package():
-    """Names that a grid in brackets follows, and arguments follow that."""
+    """Names followed by a grid in brackets and by arguments."""
     modules = [*Path(triton.__file__).parent.glob("*.py"), Path(kernels.__file__)]
     sources = [path.read_text() for path in modules]
     return {name for source in sources for name in re.findall(r"\b(_[a-z_]+)\[.+?\]\(", source)}

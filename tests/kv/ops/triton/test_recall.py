@@ -1,6 +1,6 @@
-"""recall: the rows that stock torch operations move, bit for bit, no other, and counted alike.
+"""recall: moves and counts the same rows as stock torch operations, bit for bit, and no others.
 
-Shapes and dtypes take turns, as bits are moved whatever they stand for; all of both in the long form of the grids.
+Shapes and dtypes alternate, since bits are moved whatever they mean; the long form tests every pair.
 """
 
 from itertools import product
@@ -18,7 +18,7 @@ from kvchat.kv.ops.triton import recall
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def some(seed, device, low, high, *shape):
+def random_ints(seed, device, low, high, *shape):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, shape, generator=generator).to(device)
 
@@ -27,8 +27,8 @@ def picked(layout_heads, heads):
     return tuple((layer % heads, heads - 1) for layer in range(LAYERS)) if layout_heads and heads > 2 else None
 
 
-def moved_alike(both, move):
-    """``move`` of each layer on both sides: the same slots, the same counts."""
+def move_on_both(both, move):
+    """Call ``move`` for each layer on both sides and compare slots and counts; returns the counts."""
     for side in both:
         side.counters = torch.tensor([3, 5], device=side.slots[0].table.device)
         for layer in range(LAYERS):
@@ -47,13 +47,13 @@ def test_page_moves_match_torch(case, dtype, device):
     layout = Layout(0, LAYERS, 5, 20, pages=6, shared=False, heads=heads)
     both = sides(g, device, layout, tokens=16 * g.page)
     both[1].ops.ctas = ctas
-    resident = some(1, device, -1, 16, layout.width(g), 6)
+    resident = random_ints(1, device, -1, 16, layout.width(g), 6)
     placed = torch.where(
-        some(2, device, 0, 3, *resident.shape) == 0, resident, some(3, device, -1, 16, *resident.shape)
+        random_ints(2, device, 0, 3, *resident.shape) == 0, resident, random_ints(3, device, -1, 16, *resident.shape)
     )
-    counts = moved_alike(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, resident, s.counters))
+    counts = move_on_both(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, resident, s.counters))
     assert counts[0] > 3
-    still = moved_alike(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, placed, s.counters))
+    still = move_on_both(both, lambda s, layer: s.ops.move_pages(s.slots[0], layer, placed, placed, s.counters))
     assert still[0] == 3
 
 
@@ -63,9 +63,9 @@ def test_token_moves_match_torch(shape, dtype, device):
     heads = picked(dtype is torch.float16, g.kv_heads)
     layout = Layout(0, LAYERS, 5, 100, shared=False, heads=heads)
     both = sides(g, device, layout, tokens=150)
-    resident = some(1, device, -1, 150, layout.width(g), 70)
-    changes = some(2, device, 0, 3, *resident.shape) == 0
-    placed = torch.where(changes, some(3, device, -1, 150, *resident.shape), resident)
+    resident = random_ints(1, device, -1, 150, layout.width(g), 70)
+    changes = random_ints(2, device, 0, 3, *resident.shape) == 0
+    placed = torch.where(changes, random_ints(3, device, -1, 150, *resident.shape), resident)
     table = torch.full((layout.width(g), 100), 12, dtype=torch.int32, device=device)
 
     def move(side, layer):
@@ -74,7 +74,7 @@ def test_token_moves_match_torch(shape, dtype, device):
         assert torch.equal(table[:, :70], placed.int())
         assert bool((table[:, 70:] == 12).all())
 
-    moved_alike(both, move)
+    move_on_both(both, move)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
@@ -82,7 +82,7 @@ def test_shared_token_moves_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
     targets = torch.randperm(100, generator=torch.Generator().manual_seed(4))[:45].to(device)
-    positions, taken = some(5, device, 0, 150, 45), some(6, device, 0, 2, 45) == 1
+    positions, taken = random_ints(5, device, 0, 150, 45), random_ints(6, device, 0, 2, 45) == 1
     for side in both:
         side.ops.move_shared(side.slots[0], positions, targets, taken)
     assert torch.equal(both[1].slots[0].kv, both[0].slots[0].kv)
@@ -134,18 +134,18 @@ def test_empty_entries_move_nothing(device):
     assert counters.tolist() == [0, 0]
 
 
-# ---- append and widen: what stock torch operations write, bit for bit
+# ---- append and widen: the same bytes as stock torch operations
 
 
 def layouts(heads):
-    """Each a way to hold all KV heads of both layers."""
+    """Ways to hold all KV heads of both layers."""
     yield [Layout(0, LAYERS, sink=0, window=80)]
     yield [Layout(0, LAYERS, sink=3, window=20, pages=2, shared=False)]
     yield [Layout(0, LAYERS, sink=50, window=20, pages=1, pinned=6)]
     yield [Layout(0, LAYERS, sink=0, window=64, unordered=True)]
     if heads > 1:
-        some, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
-        yield [Layout(0, LAYERS, 0, 80, heads=some), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
+        random_ints, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
+        yield [Layout(0, LAYERS, 0, 80, heads=random_ints), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
@@ -158,7 +158,7 @@ def test_new_tokens_are_written_to_slots_and_host_pool(shape, dtype, device):
                 slots.kv.zero_()
                 side.ops.assign(slots, side.ops.position)
             for layer in range(LAYERS):
-                # As the model gives them: heads beside each other, or not.
+                # As the model gives them: heads next to each other, or not.
                 k = noise(layer, device, dtype, 1, g.kv_heads, g.d_k + layer)[0, :, : g.d_k]
                 v = noise(layer + 9, device, dtype, g.d_v, g.kv_heads).t()
                 side.ops.append(side.slots, layer, k, v)

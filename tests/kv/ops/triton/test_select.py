@@ -1,4 +1,4 @@
-"""select: scores, heads to correct and open pages as in stock torch operations; chosen pages are the best and stay."""
+"""select: scores, heads to correct and open pages match stock torch; the best pages are selected and stay in place."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_heads_to_correct_match_torch(shape, dtype, device):
 
 
 def check_choice(scores, candidates, resident, flagged, placed):
-    """The best candidates, each once; what stays does not move; nothing happens to heads that are not meant."""
+    """The best candidates, each once; pages that stay keep their slot; heads not flagged do not change."""
     k = resident.shape[1]
     weights = scores.double().masked_fill(candidates.masked, -torch.inf).softmax(-1).mean(1)
     for head in range(len(scores)):
@@ -89,7 +89,7 @@ def test_the_best_pages_are_selected_and_keep_their_slots(pages, k, device):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_ties_and_underflow_still_fill_the_selection(data):
-    """Where weights tie or underflow there are still as many pages as wanted, none twice."""
+    """If weights tie or underflow, there are still as many pages as wanted, each once."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, ops = ops_of("one", device)
     pages, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 12))

@@ -1,4 +1,4 @@
-"""tokens: scores as the formula gives them; the best tokens are chosen, and what stays does not move."""
+"""tokens: codes and scores match torch; the best tokens are selected, and tokens that stay keep their slot."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kvchat.kv.ops.selection import NOTHING, assign_slots, mask_of, unread_part
 from kvchat.kv.ops.triton import tokens as kernels
 
 NEAR = 1e-5  # relative: weights that rounding cannot tell apart
-# KV heads, group, d_k, bits, dtype, page, tokens stored, k, most recent tokens that are seen
+# KV heads, group, d_k, bits, dtype, page, tokens stored, k, most recent tokens visible
 CASES = [
     (2, 1, 64, 2, torch.bfloat16, 32, 300, 40, None),
     (1, 2, 80, 4, torch.float16, 8, 50, 20, None),
@@ -25,7 +25,7 @@ CASES = [
 
 
 def index_of(keys, page, bits, tokens):
-    """The codes of ``keys`` in room for ``tokens``."""
+    """The codes of ``keys``, with room for ``tokens``."""
     found = key_codes.encode(keys, page, bits)
     more = (len(found), -(-tokens // page) - found.shape[1], found.shape[2])
     return torch.cat((found, torch.zeros(more, dtype=torch.int32, device=keys.device)), 1)
@@ -34,10 +34,10 @@ def index_of(keys, page, bits, tokens):
 @pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
 def test_key_codes_match_torch(heads, group, d, bits, dtype, page, n, k, sight, device):
     stored = noise(0, device, dtype, heads, n + 5, d + 3)
-    stored = stored.to(key_codes.edge_dtype(dtype)).to(dtype)  # Triton's interpreter cuts off where a GPU rounds
-    stored[0, :page] = stored[0, 0, 0]  # no channel of the page spans anything
+    stored = stored.to(key_codes.edge_dtype(dtype)).to(dtype)  # Triton's interpreter truncates where a GPU rounds
+    stored[0, :page] = stored[0, 0, 0]  # every channel of the page is constant
     stored[-1, page : 2 * page, : d // 2] = 7 * torch.arange(page, device=device)[:, None].to(dtype)  # halves
-    keys = stored[:, 2 : n + 2, :d]  # not in one block
+    keys = stored[:, 2 : n + 2, :d]  # not contiguous
     assert torch.equal(kernels.encode(keys, page, bits), key_codes.encode(keys, page, bits))
 
 
@@ -67,7 +67,7 @@ def test_scores_and_selections_match_torch(heads, group, d, bits, dtype, page, n
 
 
 def check(scores, hidden, masked, resident, placed):
-    """The best that may be chosen, each once; what stays does not move; as many as there is room for."""
+    """The best tokens that may be selected, each once, as many as fit; tokens that stay keep their slot."""
     weights = scores.double().masked_fill(hidden, -torch.inf).softmax(-1).mean(1)
     may = set((~(hidden | masked)).nonzero().flatten().tolist())
     for head in range(len(scores)):
@@ -82,7 +82,7 @@ def check(scores, hidden, masked, resident, placed):
 
 
 def check_unread(scores, masked, placed, excess, means, measured):
-    """What the tokens that might be chosen and were not would add: next to nothing where all were."""
+    """What the tokens that could be selected and were not would add; next to nothing if all were selected."""
     unread = ~(masked | mask_of(placed, len(masked)))
     assert measured.dtype == torch.float32
     assert measured.isfinite().all()
@@ -95,7 +95,7 @@ def check_unread(scores, masked, placed, excess, means, measured):
 @settings(max_examples=8)
 @given(data=st.data())
 def test_the_first_of_equal_tokens_are_selected(data):
-    """Also where weights underflow to zero, with any tokens resident."""
+    """Even if weights underflow to zero, with any tokens resident."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     page, pages, k = 8, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     n = page * pages
