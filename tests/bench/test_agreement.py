@@ -38,7 +38,7 @@ def test_full_agrees_with_itself_and_streaming_covers_less():
     assert (len(result["rows"][0]["covered"]), len(result["rows"][1]["kl"])) == (8, 12)
 
 
-def test_full_has_the_models_own_perplexity_and_streaming_a_higher_one(bundled):
+def test_full_has_the_models_perplexity_and_streaming_more(bundled):
     settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 1)
     result = agreement.run(settings, ModelChoice(device="cpu"))
     full, streaming = result["summary"]

@@ -106,7 +106,7 @@ def test_full_with_resident_is_bounded_by_the_link(tiny_shape, monkeypatch):
     assert "at least 0.50 ms over the link" in line(spilled)
 
 
-def test_variants_that_need_a_link_are_left_out_in_unified_memory(tiny_shape):
+def test_unified_memory_leaves_out_variants_that_need_a_link(tiny_shape):
     lines = []
     chosen = settings(modes=("full", "full:resident=256"), baselines=(), contexts=(300,), rounds=1)
     rows = decode.run(chosen, frame=Frame(report=lines.append))["rows"]

@@ -158,8 +158,8 @@ def test_variants_do_not_inherit_earlier_parameters():
 
 def result(**changes):
     environment = dict.fromkeys(frame.COMPARED, "x") | {"python": "3.11"}
-    made = {"experiment": "agreement", "what": "KL", "settings": {"tokens": 4}, "model": {"name": "tiny"}}
-    return {**made, "methods": methods(["sync:m=7"]), "environment": environment, **changes}
+    base = {"experiment": "agreement", "what": "KL", "settings": {"tokens": 4}, "model": {"name": "tiny"}}
+    return {**base, "methods": methods(["sync:m=7"]), "environment": environment, **changes}
 
 
 def test_methods_list_the_mode_with_all_parameters():

@@ -159,8 +159,8 @@ def test_rows_report_what_drafts_save():
 
 
 def test_a_context_of_zero_is_measured_without_a_book():
-    asked = Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), contexts=(0, 64), tokens=8, rounds=1)
-    assert [row["context"] for row in draft.run(asked, CPU)["rows"]] == [0, 64]
+    settings = Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), contexts=(0, 64), tokens=8, rounds=1)
+    assert [row["context"] for row in draft.run(settings, CPU)["rows"]] == [0, 64]
 
 
 def test_unknown_tasks_are_rejected_before_loading():

@@ -172,7 +172,7 @@ def test_missing_libraries_are_all_reported(installed):
 # ---- kvchat's own files: settings, the bundled model and the data folder, intact and broken
 
 
-def test_invalid_settings_are_a_problem_but_a_missing_file_is_ok():
+def test_invalid_settings_are_a_problem_but_missing_ones_are_not():
     check, device = installation.settings()
     assert (check.state, device) == ("ok", "auto")
     assert check.found.startswith(str(paths.config_file()))

@@ -71,9 +71,9 @@ def test_mask_and_score_memory_is_bounded(kernel, window, monkeypatch):
     bias = attention.causal_bias
 
     def recording(*args):
-        made = bias(*args)
-        sizes.append(made.numel())
-        return made
+        result = bias(*args)
+        sizes.append(result.numel())
+        return result
 
     monkeypatch.setattr(attention, "causal_bias", recording)
     monkeypatch.setattr(attention, "MASK_BLOCK", 4000)

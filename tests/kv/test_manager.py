@@ -95,7 +95,7 @@ def test_interrupted_steps_leave_no_wrong_slot(row, monkeypatch):
 
 
 @pytest.mark.parametrize("row", CORE)
-def test_slots_that_fail_to_refill_are_filled_before_the_next_step(row, monkeypatch):
+def test_failed_refills_are_repeated_before_the_next_step(row, monkeypatch):
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(120, 20)
     before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
     with monkeypatch.context() as patch:

@@ -115,7 +115,7 @@ SOME_SWITCHES = [
 @pytest.mark.slow("a switch for each place where memory runs out")
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("old", "new"), list(permutations(mode_names(), 2)) if PLACES else SOME_SWITCHES)
-def test_the_old_mode_stays_if_memory_runs_out_in_a_switch(old, new, short, count):
+def test_the_mode_stays_if_memory_runs_out_in_a_switch(old, new, short, count):
     failed = 0
     for at in range(1, 1000, 1 if PLACES else 18):
         run = Run(toy(("plain", "plain"), page=8), ROWS[old][0], **ROWS[old][1]).begun(60, 3)

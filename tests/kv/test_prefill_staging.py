@@ -27,11 +27,11 @@ def new_kv(g: Geometry, tokens: int, seed: int, device: torch.device = CPU) -> l
     return [(sample(g.d_k), sample(g.d_v)) for _ in range(g.layers)]
 
 
-def run(made: type, host: HostPool, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+def run(kind: type, host: HostPool, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
     """Prefill one forward's tokens; returns copies of what attention was given."""
     tokens = kv[0][0].shape[1]
     host.reserve(host.total + tokens)
-    prefill = made(host, tokens) if made is StagedPrefill else made(host)
+    prefill = kind(host, tokens) if kind is StagedPrefill else kind(host)
     seen = [tuple(x.clone() for x in prefill.extended(layer, *each)) for layer, each in enumerate(kv)]
     prefill.close()
     host.total += tokens
@@ -65,8 +65,8 @@ def test_pages_before_the_first_token_read_are_not_copied(first):
     g = geometry()
     hosts = HostPool(g, CPU), HostPool(g, CPU)
     before, kv = new_kv(g, 61, 0), new_kv(g, 30, 1)
-    for host, made in zip(hosts, (StagedPrefill, DirectPrefill), strict=True):
-        run(made, host, before)
+    for host, kind in zip(hosts, (StagedPrefill, DirectPrefill), strict=True):
+        run(kind, host, before)
         host.reserve(91)
     staged, direct = StagedPrefill(hosts[0], 30, first), DirectPrefill(hosts[1], first)
     for layer, each in enumerate(kv):
@@ -136,8 +136,8 @@ def test_the_plan_predicts_the_buffer_bytes(stored, new):
     host = HostPool(g, CPU)
     host.reserve(stored + new)
     host.total = stored
-    made = StagedPrefill(host, new)
-    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_module.staging_bytes(g, stored, new)
+    staged = StagedPrefill(host, new)
+    assert staged.all.nbytes + staged.earlier.nbytes + staged.new.nbytes == prefill_module.staging_bytes(g, stored, new)
 
 
 # ---- on a GPU; the fake one detects races between streams
@@ -150,11 +150,11 @@ def test_late_streams_do_not_change_a_prefill(late, monkeypatch):
     if late == "aside":
         plain = prefill_module.copy_segments
 
-        def sleepy(*args, **kwargs):
+        def delayed(*args, **kwargs):
             torch.cuda._sleep(20_000_000)
             plain(*args, **kwargs)
 
-        monkeypatch.setattr(prefill_module, "copy_segments", sleepy)
+        monkeypatch.setattr(prefill_module, "copy_segments", delayed)
     staged, direct = HostPool(g, device), HostPool(g, CPU)
     for seed, tokens in enumerate((700, 1, 45, 2000)):
         on_host = new_kv(g, tokens, seed)

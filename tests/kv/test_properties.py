@@ -83,10 +83,10 @@ def actions(page: int):
 @DEEP
 @given(st.data())
 def test_any_conversation_matches_the_reference(data):
-    made = data.draw(toys())
-    page = made.geometry.page
+    model = data.draw(toys())
+    page = model.geometry.page
     mode, params = data.draw(modes(page))
-    run = Run(made, mode, **params)
+    run = Run(model, mode, **params)
     for what, how in data.draw(st.lists(actions(page), min_size=4, max_size=12)):
         act(run, what, how)
         run.check()
@@ -111,9 +111,9 @@ def act(run: Run, what: str, how) -> None:
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
 def test_full_mode_does_not_depend_on_resident_tokens(data, dtype, fixed_shapes):
     page, group = data.draw(st.integers(2, 24)), data.draw(st.sampled_from([1, 4, 7, 8]))
-    made = toy(tuple(sorted(KINDS)), group=group, page=page, dtype=dtype)
+    model = toy(tuple(sorted(KINDS)), group=group, page=page, dtype=dtype)
     resident = data.draw(st.one_of(st.integers(64, 100), st.just(10_000)))
-    runs = [Run(made, "full"), Run(made, "full", resident=resident)]
+    runs = [Run(model, "full"), Run(model, "full", resident=resident)]
     if fixed_shapes:
         as_on_a_gpu(runs[1].kv)
     around = [1, page - 1, page, page + 1, 4 * page, min(resident, 100) - 1, min(resident, 100), 101]

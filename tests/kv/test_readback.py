@@ -40,8 +40,8 @@ class Watch(TorchDispatchMode):
             masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
             assert not masks, f"{name} by a mask has a shape that depends on data"
         result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, list | tuple) else [result]
-        self.seen.append((name, [tuple(one.shape) for one in made if isinstance(one, torch.Tensor)]))
+        results = result if isinstance(result, list | tuple) else [result]
+        self.seen.append((name, [tuple(one.shape) for one in results if isinstance(one, torch.Tensor)]))
         return result
 
 

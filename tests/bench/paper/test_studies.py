@@ -46,9 +46,9 @@ def results(bundled):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asr_kf_egr, "EXPLANATION_TOKENS", EXPLANATION_TOKENS)
         patched.setattr(lazy_pruning, "WARM_UP", 2)
-        made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
+        studies = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
         found = {}
-        for name, (study, settings) in made.items():
+        for name, (study, settings) in studies.items():
             patched.setattr(ModelChoice, "load", lambda *_, model=bundled if name == "synckv" else small: model)
             found[name] = study.run(settings, only=SIZES[name][1])
         return found
@@ -63,9 +63,9 @@ def test_every_part_has_a_table_with_published_figures(results, name):
     result = results[name]
     assert not [row for row in result["rows"] if "refused" in row]
     assert json.loads(json.dumps(result)) == result
-    made = tables(result)
-    assert len(made) == len(SIZES[name][1] or STUDIES[name][0].parts)
-    assert any("published" in head for table in made for head in table.heads)
+    found = tables(result)
+    assert len(found) == len(SIZES[name][1] or STUDIES[name][0].parts)
+    assert any("published" in head for table in found for head in table.heads)
 
 
 def test_paper_freeze_keeps_fewer_tokens_active_than_full(results):

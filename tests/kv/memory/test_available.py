@@ -90,7 +90,7 @@ def test_an_address_space_too_small_for_torch_is_rejected():
 CPU = torch.device("cpu")
 
 
-def test_rates_are_measured_with_less_if_little_memory_is_free(monkeypatch):
+def test_rates_are_measured_with_less_if_memory_is_short(monkeypatch):
     taken = list[int]()
 
     def seconds(run, device):

@@ -12,7 +12,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.modes.comparison.cake import shared_out
 
-OBSERVING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries at the end of a prompt
+OBSERVING = ("snapkv", "pyramidkv", "cake", "h2o")  # select by the queries at the end of a prompt
 
 
 @pytest.mark.parametrize("row", COMPARED)

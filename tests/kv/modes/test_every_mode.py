@@ -74,8 +74,8 @@ def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, hea
 @pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20]))
 def test_short_conversations_can_outgrow_their_room_in_one_answer(row, first):
     """Each mode's two core rows with one first length each; with all of them in the long form."""
-    made = toy(("plain", "plain"), page=4)
-    run = Run.of_row(row, replace(made, geometry=replace(made.geometry, headroom=32)))  # so that it grows soon
+    model = toy(("plain", "plain"), page=4)
+    run = Run.of_row(row, replace(model, geometry=replace(model.geometry, headroom=32)))  # so that it grows soon
     run.prefill(first)
     capacities = set()
     for _ in range(80):
@@ -86,8 +86,8 @@ def test_short_conversations_can_outgrow_their_room_in_one_answer(row, first):
 
 
 def test_freeze_with_windows_can_start_without_a_prefill():
-    made = toy(("window", "sinks"), group=1, d_k=8, d_v=8, page=5, seed=1)
-    run = Run(made, "freeze", K=1, tau=1.0, k=0.25)
+    model = toy(("window", "sinks"), group=1, d_k=8, d_v=8, page=5, seed=1)
+    run = Run(model, "freeze", K=1, tau=1.0, k=0.25)
     run.step(34)
     run.check()
 

@@ -111,11 +111,11 @@ def test_only_new_pages_move(tau):
 
 
 def test_refusals_state_the_numbers():
-    made = toy()
+    model = toy()
     with pytest.raises(UsageError, match=r"64.*40 \+ 32 = 72"):
-        Run(made, "speculative", budget=64, sink=40, window=32, **PAGES)
+        Run(model, "speculative", budget=64, sink=40, window=32, **PAGES)
     with pytest.raises(UsageError, match="32"):
-        Run(made, "speculative", budget=64, sink=4, window=31, **PAGES)
+        Run(model, "speculative", budget=64, sink=4, window=31, **PAGES)
     with pytest.raises(DoesNotFitError, match="second layer"):
         Run(toy(("plain",)), "speculative", **PAGES)
 

@@ -117,8 +117,8 @@ def test_steps_copy_a_limited_number_most_relevant_first():
         moved.append(moved_by_step(run))
         read = read_by_step(run)
         if len(moved) == 1:
-            came, absent = read - before - {run.kv.total - 1}, set(range(run.kv.total)) - read
-            assert max(score[sorted(absent)]) <= min(score[sorted(came)])
+            returned, absent = read - before - {run.kv.total - 1}, set(range(run.kv.total)) - read
+            assert max(score[sorted(absent)]) <= min(score[sorted(returned)])
         assert run.kv.step.exact == (len(read) == run.kv.total)
         exact.add(run.kv.step.exact)
     assert moved[:5] == [16] * 5

@@ -43,8 +43,8 @@ def test_logits_do_not_depend_on_where_tokens_are_stored(name, monkeypatch):
 
 
 def test_nothing_is_stored_twice_on_a_cpu():
-    made = toy(("plain", "window", "sinks"), page=8, kv_heads=3, d_v=24, unified=True)
-    run = Run(made, "full").begun(90)
+    model = toy(("plain", "window", "sinks"), page=8, kv_heads=3, d_v=24, unified=True)
+    run = Run(model, "full").begun(90)
     assert run.kv.device_bytes == 0
     keys, values = run.kv.state.host.dense(1, 90)
     region = run.kv.state.host.layers[1]

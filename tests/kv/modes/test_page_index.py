@@ -79,13 +79,13 @@ def test_bounds_of_a_failed_prefill_are_dropped(after):
 def test_large_indexes_are_built_in_parts(row, monkeypatch):
     run = Run(toy(("plain", "plain", "plain"), page=8), ROWS[row][0], **ROWS[row][1]).begun(203)
     index = run.kv.mode.index
-    made = index.data.clone()
+    expected = index.data.clone()
     monkeypatch.setattr(page_index, "MOST", 3)
     index.tokens = 0
     run.kv.refill(fresh=True)
     assert index.tokens == 203
-    assert torch.allclose(index.data[:, :, :25].float(), made[:, :, :25].float(), rtol=1e-6)  # 203 // 8 full pages
-    assert torch.equal(index.data[:, :, 26:], made[:, :, 26:])
+    assert torch.allclose(index.data[:, :, :25].float(), expected[:, :, :25].float(), rtol=1e-6)  # 203 // 8 full pages
+    assert torch.equal(index.data[:, :, 26:], expected[:, :, 26:])
 
 
 @pytest.mark.parametrize("bits", [2, 4])

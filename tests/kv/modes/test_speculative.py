@@ -20,9 +20,9 @@ SMALL = {"budget": 80, "sink": 8, "window": 24}
 
 def large(dtype: torch.dtype = torch.float32, **kwargs: object) -> Toy:
     """Pages of 32 tokens in unified memory, as the compiled loops need."""
-    made = toy(("plain", "window", "softcap", "sinks", "plain"), unified=True, dtype=dtype, ids=2048, **kwargs)
-    specs = [replace(spec, window=spec.window and 150) for spec in made.specs]
-    return replace(made, specs=tuple(specs))
+    model = toy(("plain", "window", "softcap", "sinks", "plain"), unified=True, dtype=dtype, ids=2048, **kwargs)
+    specs = [replace(spec, window=spec.window and 150) for spec in model.specs]
+    return replace(model, specs=tuple(specs))
 
 
 @pytest.mark.parametrize(("unified", "window"), [(True, 32), (False, 64)])

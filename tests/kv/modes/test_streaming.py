@@ -82,8 +82,8 @@ def sinks(run):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_sinks_are_rotated_to_just_before_the_window(interleaved):
-    made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
-    run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2).begun(300, 150)
+    model = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
+    run = Run(model, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2).begun(300, 150)
     torch.testing.assert_close(*sinks(run), atol=5e-6, rtol=0)
     assert torch.equal(run.kv.state.slots[0].keys(1)[:, :4], run.keys[1][:, :4])
 
@@ -111,8 +111,8 @@ def test_only_steps_that_drop_tokens_rotate_sinks(monkeypatch):
 
 
 def test_bfloat16_sinks_are_rounded_once():
-    made = toy(("plain",), dtype=torch.bfloat16)
-    run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0).begun(80, 120)
+    model = toy(("plain",), dtype=torch.bfloat16)
+    run = Run(model, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0).begun(80, 120)
     kept, exact = sinks(run)
     assert float((kept - exact).abs().max()) < 0.05
 
@@ -120,8 +120,8 @@ def test_bfloat16_sinks_are_rounded_once():
 def test_rotation_stays_exact_at_position_20000(monkeypatch):
     """The reference rotates in float64 from content, so a float32 angle or a cumulative rotation would show here."""
     monkeypatch.setattr("support.toy_model.CONTEXT", 32768)
-    made = toy(("plain", "plain"), kv_heads=1, group=1, ids=20100)
-    run = Run(made, "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
+    model = toy(("plain", "plain"), kv_heads=1, group=1, ids=20100)
+    run = Run(model, "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
     run.store_only(20000)
     run.step(60)
     run.check()

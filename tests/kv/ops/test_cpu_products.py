@@ -24,11 +24,11 @@ def unrounded(blocks, g):
     )
 
 
-def check(made, query, weights, keys, values):
-    """Compare the products ``made`` with those of ``keys`` and ``values`` in float64."""
+def check(computed, query, weights, keys, values):
+    """Compare the products ``computed`` with those of ``keys`` and ``values`` in float64."""
     exact = products(keys.double(), values.double())
-    sums = made.sums(weights)
-    torch.testing.assert_close(made.scores(query).double(), exact.scores(query.double()), rtol=1e-5, atol=1e-3)
+    sums = computed.sums(weights)
+    torch.testing.assert_close(computed.scores(query).double(), exact.scores(query.double()), rtol=1e-5, atol=1e-3)
     last = max(1e-5, torch.finfo(sums.dtype).eps)
     torch.testing.assert_close(sums.double(), exact.sums(weights.double()), rtol=last, atol=1e-3)
 
@@ -57,9 +57,9 @@ def test_products_with_learned_sinks():
     keys, values = torch.randn((2, 2, n, 8), generator=draw)
     query, sinks = torch.randn((2, 3, 8), generator=draw), torch.randn((2, 3), generator=draw) + 9
     spec = AttentionSpec(0.3)
-    made, _ = attend(query, cpu_ops.in_a_row(keys, values), None, spec, sinks)
+    found, _ = attend(query, cpu_ops.in_a_row(keys, values), None, spec, sinks)
     exact, _ = attend(query.double(), products(keys.double(), values.double()), None, spec, sinks.double())
-    torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
@@ -74,14 +74,14 @@ def test_attention_over_scattered_tokens_returns_weights(heads, group, d, room, 
     table = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32).expand(heads, -1)
     query, sinks = torch.randn((heads, group, d), generator=draw), torch.randn((heads, group), generator=draw)
     for learned in (None, sinks):
-        made, weights = torch.empty(heads, group, d + 1), torch.empty(heads, group, tokens)
+        output, weights = torch.empty(heads, group, d + 1), torch.empty(heads, group, tokens)
         stored = *cpu_ops._rows(keys), *cpu_ops._rows(values)
         loops = cpu_ops.loops_over(dtype, cpu_ops.TOKENS)
         request = cpu_ops._asked(query, spec, learned)
-        loops.attend_tokens(*request, *stored, table.numpy(), made.numpy(), 1, weights.numpy())
+        loops.attend_tokens(*request, *stored, table.numpy(), output.numpy(), 1, weights.numpy())
         held = products(*(rows[:, table[0].long()].double() for rows in (keys, values)))
         exact = attend(query.double(), held, None, spec, None if learned is None else learned.double())
-        for found, expected in zip((made[..., :-1], weights), exact, strict=True):
+        for found, expected in zip((output[..., :-1], weights), exact, strict=True):
             torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
@@ -102,11 +102,11 @@ def test_products_over_full_precision_and_8_bit_pages(heads, group, d_k, d_v, pa
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = some[some >= first].to(torch.int32)
-    made = cpu_ops.mixed(exact, quantized, places, table[None], g)
-    assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
+    mixed = cpu_ops.mixed(exact, quantized, places, table[None], g)
+    assert mixed.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     keys, values = (rows[:, table.long()] for rows in (keys, values[..., :d_v]))
-    check(made, query, weights, keys, values)
+    check(mixed, query, weights, keys, values)
 
 
 def test_misaligned_8_bit_pages_are_left_to_torch():
@@ -127,14 +127,14 @@ def test_partial_attention_returns_its_log_sum(dtype, softcap):
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     for learned in (None, sinks):
         part = cpu_ops.attended_part(query, keys, values, table, spec, learned)
-        whole = logits if learned is None else torch.cat((logits, learned.double()[..., None]), -1)
-        expected = whole.softmax(-1)[..., : logits.shape[-1]] @ values[:, 9:].double()
-        expected = torch.cat((expected, whole.logsumexp(-1, keepdim=True)), -1)
+        all_logits = logits if learned is None else torch.cat((logits, learned.double()[..., None]), -1)
+        expected = all_logits.softmax(-1)[..., : logits.shape[-1]] @ values[:, 9:].double()
+        expected = torch.cat((expected, all_logits.logsumexp(-1, keepdim=True)), -1)
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_few_tokens_do_not_use_numba(monkeypatch):
-    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: pytest.fail("numba was used"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))
     assert cpu_ops.in_a_row(rows, rows).scores(rows[:, :3]).shape == (2, 3, cpu_ops.MANY - 1)
 

@@ -45,8 +45,8 @@ def test_sets_and_outputs_match_the_reference(row):
 
 @pytest.mark.usefixtures("interpreter")
 def test_switches_work_with_softcaps_and_bfloat16():
-    made = toy(("plain", "softcap"), page=8, dtype=torch.bfloat16)
-    run = with_kernels(Run(made, "full"))
+    model = toy(("plain", "softcap"), page=8, dtype=torch.bfloat16)
+    run = with_kernels(Run(model, "full"))
     run.prefill(90)
     for row in ("speculative", "full-resident", "freeze", "sync"):
         mode, params = ROWS[row]
@@ -69,21 +69,21 @@ WIDE = {
 class Gpu:
     """A kv on the GPU that decodes the tokens of a ``Toy``."""
 
-    def __init__(self, made, mode):
-        self.made, g = made, made.geometry
+    def __init__(self, model, mode):
+        self.model, g = model, model.geometry
         self.device = torch.device("cuda")
-        rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
-        traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
+        rotation = dataclasses.replace(model.rotations[0], inv_freq=model.rotations[0].inv_freq.to(self.device))
+        traits = dataclasses.replace(model.traits, rotations=(rotation,) * g.layers)
         self.specs = [
             spec if spec.sinks is None else dataclasses.replace(spec, sinks=spec.sinks.to(self.device))
-            for spec in made.specs
+            for spec in model.specs
         ]
         self.kv = KVManager(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.kv.state.ops.name == "triton"
         self.total = 0
 
     def qkv(self, layer, ids):
-        parts = self.made.qkv(layer, [i % 1024 for i in ids], ids[0])
+        parts = self.model.qkv(layer, [i % 1024 for i in ids], ids[0])
         return (x.to(self.device) for x in parts)
 
     def prefill(self, n):
@@ -112,7 +112,7 @@ def check_outputs(gpu, outputs):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.kv.state.host.dense(layer, gpu.total)
         expected = dense(query[:, 0], keys, values, attended(gpu.kv.state, layer), spec)
-        assert_near(outputs[layer][:, 0], expected, gpu.made.geometry.dtype, f"layer {layer}")
+        assert_near(outputs[layer][:, 0], expected, gpu.model.geometry.dtype, f"layer {layer}")
 
 
 @pytest.mark.cuda

@@ -91,9 +91,9 @@ def test_spilled_tokens_are_read_from_the_host_pool(shape, kind, dtype, device):
             attended, weights = side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)
             assert weights is None
             found.append((attended, int(slots.read_pairs)))
-        (expected, read), (measured, also) = found
+        (expected, read), (measured, measured_read) = found
         assert_near(measured, expected, dtype)
-        assert read == also > 0
+        assert read == measured_read > 0
         end = max(0, tokens + 1 - layout.window)
         stage(slots, side.ops.host, 1, end // g.page)
         assert_near(side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)[0], expected, dtype)

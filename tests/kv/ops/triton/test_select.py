@@ -108,12 +108,12 @@ def test_selections_too_large_for_one_program_are_left_to_torch(device, monkeypa
     monkeypatch.setattr(
         "kvchat.kv.ops.torch_ops.top_pages", lambda *args: calls.append(1) or selection.top_pages(*args)
     )
-    for pages, k, asked in ((MOST_PAGES + 1, 4, 1), (500, MOST_CHOSEN + 1, 2), (300, 4, 2)):
+    for pages, k, expected in ((MOST_PAGES + 1, 4, 1), (500, MOST_CHOSEN + 1, 2), (300, 4, 2)):
         resident = torch.full((1, k), EMPTY, device=device)
         candidates = Candidates.between(0, torch.tensor(pages, device=device), pages)
         placed = ops.choose(noise(0, device, torch.float32, 1, 1, pages), candidates, resident)
         assert bool((placed >= 0).all())
-        assert len(calls) == asked
+        assert len(calls) == expected
 
 
 def test_opened_pages_match_torch(device):
