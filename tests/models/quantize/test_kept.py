@@ -24,7 +24,7 @@ from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     sizes = {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256}
     write_tiny(path, tiny_models.fresh("llama", **sizes), "llama", layers="Q8_0")
@@ -32,13 +32,13 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def file(made, tmp_path):
-    return shutil.copy(made, tmp_path / "model.gguf")
+def file(source, tmp_path):
+    return shutil.copy(source, tmp_path / "model.gguf")
 
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The matrices that are packed during the test."""
+    """An entry for each matrix packed during the test."""
     counted = []
     for rows in (int8_rows, int4_rows):
         quantize = rows._quantize
@@ -59,18 +59,18 @@ def kept_bytes():
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_second_load_packs_nothing_and_computes_the_same_bits(file, packed, quantize):
+def test_a_second_load_packs_nothing_and_computes_equal_logits(file, packed, quantize):
     first = load(file, quantize)
     assert packed
     packed.clear()
     second = load(file, quantize)
     assert not packed
     assert torch.equal(sample_logits(second.model), sample_logits(first.model))
-    told = [(each.fingerprint, each.weights, each.weight_bytes, each.fused, each.notes) for each in (first, second)]
-    assert told[0] == told[1]
+    facts = [(each.fingerprint, each.weights, each.weight_bytes, each.fused, each.notes) for each in (first, second)]
+    assert facts[0] == facts[1]
 
 
-def test_nothing_of_what_was_kept_stays_mapped_where_it_is_moved(file):
+def test_cached_files_do_not_stay_mapped(file):
     load(file)
     second = load(file)
     (kept_file,) = kept.kept_files()
@@ -79,7 +79,7 @@ def test_nothing_of_what_was_kept_stays_mapped_where_it_is_moved(file):
 
 
 @pytest.mark.parametrize("change", ["content", "time", "other"])
-def test_a_file_that_changed_is_packed_again(file, packed, change):
+def test_a_changed_file_is_packed_again(file, packed, change):
     load(file)
     stat = os.stat(file)
     packed.clear()
@@ -94,11 +94,11 @@ def test_a_file_that_changed_is_packed_again(file, packed, change):
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     load(file)
     assert packed
-    assert len(kept.kept_files()) == 1, "in place of the other"
+    assert len(kept.kept_files()) == 1, "it replaces the old one"
 
 
-def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
-    monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # for the other processor, once more
+def test_changed_code_or_another_processor_packs_again(file, packed, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # not again for the other processor
     for where, name, value in ((loading, "_code", []), (torch.backends.cpu, "get_cpu_capability", "AVX9")):
         load(file)
         packed.clear()
@@ -118,7 +118,7 @@ def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
     ],
     ids=["a bit", "the header", "the end", "everything"],
 )
-def test_a_damaged_file_is_replaced_and_told(file, packed, damage):
+def test_a_damaged_cache_file_is_replaced_and_noted(file, packed, damage):
     first = load(file)
     (kept_file,) = kept.kept_files()
     whole = kept_file.read_bytes()
@@ -131,36 +131,36 @@ def test_a_damaged_file_is_replaced_and_told(file, packed, damage):
     assert KEPT_DAMAGED not in load(file).notes
 
 
-def test_a_full_disk_keeps_nothing_and_breaks_nothing(file):
+def test_loading_on_a_full_disk_caches_nothing(file):
     with full_disk(2**20):
         assert load(file).weights == "int8"
     assert list(paths.packed_dir().iterdir()) == []
 
 
-def test_a_tenth_of_the_room_is_used_and_the_oldest_goes_first(made, tmp_path, monkeypatch):
-    models = [shutil.copy(made, tmp_path / f"{name}.gguf") for name in "abc"]
+def test_the_cache_is_limited_and_evicts_the_oldest(source, tmp_path, monkeypatch):
+    models = [shutil.copy(source, tmp_path / f"{name}.gguf") for name in "abc"]
     load(models[0])
     size = kept_bytes()
 
-    def room(nbytes):
+    def limit_disk(nbytes):
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=nbytes - kept_bytes()))
 
-    room(25 * size)
+    limit_disk(25 * size)
     load(models[1])
     first, second = kept.kept_files()
     os.utime(second, ns=(0, 0))
-    load(models[0])  # used last
+    load(models[0])  # most recently used
     load(models[2])
     assert first in kept.kept_files()
     assert second not in kept.kept_files()
     assert kept_bytes() <= 2.5 * size
-    room(9 * size)
+    limit_disk(9 * size)
     load(models[1])
-    assert kept_bytes() == 0, "what there is no room for is not kept"
+    assert kept_bytes() == 0, "a file that does not fit is not cached"
 
 
-def test_what_an_ended_process_left_is_removed(file):
+def test_old_unfinished_files_are_removed(file):
     paths.packed_dir().mkdir(parents=True)
     old, new = (paths.packed_dir() / f"{name}{kept.UNFINISHED}" for name in ("old", "new"))
     old.touch()
@@ -170,19 +170,19 @@ def test_what_an_ended_process_left_is_removed(file):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_a_load_lets_go_of_what_is_still_being_written(file, monkeypatch):
-    began, go_on = threading.Event(), threading.Event()
+def test_stopping_discards_a_file_being_written(file, monkeypatch):
+    began, resume = threading.Event(), threading.Event()
     header = kept._header
 
     def slow(weights):
         began.set()
-        go_on.wait(60)
+        resume.wait(60)
         return header(weights)
 
     monkeypatch.setattr(kept, "_header", slow)
     load_model(Load(str(file), "cpu"), silent)
     began.wait(60)
-    threading.Timer(0.1, go_on.set).start()
+    threading.Timer(0.1, resume.set).start()
     kept.stop()
     assert list(paths.packed_dir().iterdir()) == []
 
@@ -196,12 +196,12 @@ print(load_model(Load(sys.argv[1], "cpu"), lambda stage: None).fingerprint)
 
 
 @pytest.mark.slow("a process loads a model")
-def test_two_processes_keep_the_same_at_once_and_one_that_ends_at_once_leaves_nothing(file, packed):
+def test_two_processes_can_cache_the_same_file_at_once(file, packed):
     command = [sys.executable, "-c", LOADS, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         fingerprint = load(file).fingerprint
         assert other.communicate() == (f"{fingerprint}\n", "")
-    assert {each.suffix for each in paths.packed_dir().iterdir()} <= {kept.SUFFIX}  # it may have removed this one's
+    assert {each.suffix for each in paths.packed_dir().iterdir()} <= {kept.SUFFIX}  # it may have removed this one
     for _ in range(2):
         packed.clear()
         assert load(file).fingerprint == fingerprint

@@ -1,4 +1,4 @@
-"""Experts of 8 and 4 bits: outputs compared with transformers' own loop over the unpacked weights."""
+"""8-bit and 4-bit experts: their outputs match transformers' own loop over the unpacked weights."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def packed(name: str, method: str) -> nn.Module:
 @pytest.mark.parametrize("tokens", [1, 2, 70])
 @pytest.mark.parametrize("method", CLOSE)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_outputs_are_those_of_the_weights_they_stand_for(name, method, tokens):
+def test_expert_outputs_match_the_unpacked_weights(name, method, tokens):
     model, reference = packed(name, method), tiny_models.fresh(name, **ARCHITECTURES[name])
     reference.set_experts_implementation("eager")
     stacks = [stack for _, stack in packing.stacks(reference)]
@@ -57,7 +57,7 @@ def test_outputs_are_those_of_the_weights_they_stand_for(name, method, tokens):
 
 
 @pytest.mark.parametrize("method", CLOSE)
-def test_weights_that_are_laid_out_are_not_kept_twice(method):
+def test_defragmented_experts_are_not_kept_twice(method):
     model = packed("gpt_oss", method)
     module = next(packing.stacks(model))[1].module
     states, chosen, weights = torch.randn(3, 64), torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.ones(3, 2)
@@ -67,7 +67,7 @@ def test_weights_that_are_laid_out_are_not_kept_twice(method):
     assert module.__dict__[STACKS]["down_proj"].matrix(1).data.data_ptr() == module.down_proj[1].data_ptr()
 
 
-def test_matrices_that_the_kernels_cannot_read_stay():
+def test_experts_of_unsupported_sizes_stay_unpacked():
     assert not int4_rows.fits(24, 64)
     assert not int8_rows.fits_stack(1, 63)
     odd = tiny_models.fresh("mixtral", intermediate_size=40)  # no multiple of 16 outputs, nor of 32 inputs

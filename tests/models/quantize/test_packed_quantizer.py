@@ -1,4 +1,4 @@
-"""Linears that are packed while transformers reads a model keep the weights that were read."""
+"""Linears that are packed while transformers loads a model keep the loaded weights."""
 
 import json
 import re
@@ -18,7 +18,7 @@ CLOSE = {"int8": 0.05, "int4": 0.5}
 
 
 @pytest.mark.parametrize("quantize", CLOSE)
-def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, quantize):
+def test_weights_initialized_by_the_architecture_keep_loaded_values(tmp_path, quantize):
     """transformers' Nemotron-H initializes each ``out_proj.weight`` that is not marked as read."""
     tiny_multimodal.save(tiny_models.fresh("nemotron_h", vocab_size=tiny_multimodal.VOCAB), tmp_path)
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
@@ -27,7 +27,7 @@ def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, qua
 
 
 @pytest.mark.parametrize("quantize", CLOSE)
-def test_experts_of_text_are_packed_without_those_of_images_in_the_same_files(tmp_path, quantize):
+def test_text_experts_are_packed_without_image_experts(tmp_path, quantize):
     tiny_multimodal.save(tiny_multimodal.fresh("ernie4_5_vl_moe"), tmp_path)
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
     assert STACKS in packed.get_decoder().layers[1].mlp.text_moe.experts.__dict__
@@ -36,7 +36,7 @@ def test_experts_of_text_are_packed_without_those_of_images_in_the_same_files(tm
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_weights_of_other_sizes_than_the_configuration_names_are_refused(tmp_path, name, quantize):
+def test_weights_of_the_wrong_size_are_refused(tmp_path, name, quantize):
     tiny_multimodal.save(tiny_models.fresh(name, vocab_size=tiny_multimodal.VOCAB), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     other = {"intermediate_size": 128, "moe_intermediate_size": 64}
@@ -46,18 +46,18 @@ def test_weights_of_other_sizes_than_the_configuration_names_are_refused(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "quantize", "said"),
+    ("name", "quantize", "pattern"),
     [
         ("qwen3_moe", "int8", None),
         ("nemotron_h", "int4", "[1-9][0-9]%.*float32.*int4"),
         ("gpt2", "int4", "100%.*float32.*int4"),
         ("llama", "int8", None),
-        ("opt", "int8", None),  # its positions are a table
+        ("opt", "int8", None),  # its positions are an embedding table
     ],
 )
-def test_weights_that_stay_as_they_are_are_noted(tmp_path, name, quantize, said):
+def test_weights_that_stay_unpacked_are_noted(tmp_path, name, quantize, pattern):
     tiny_multimodal.save(tiny_models.fresh(name), tmp_path)
     notes = load_model(Load(str(tmp_path), "cpu", "float32", quantize=quantize), silent).notes
-    assert bool(said) == any("float32" in note for note in notes)
-    assert said is None or re.search(said, " ".join(notes))
+    assert bool(pattern) == any("float32" in note for note in notes)
+    assert pattern is None or re.search(pattern, " ".join(notes))
     assert not any("unpacked" in note for note in notes)

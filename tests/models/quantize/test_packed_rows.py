@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits on a CPU: products compared with those of the unpacked weights."""
+"""8-bit and 4-bit weights on a CPU: their products match those of the unpacked weights."""
 
 import copy
 from types import ModuleType
@@ -17,8 +17,8 @@ from kvchat.models.quantize import int4_rows, int8_rows
 from kvchat.models.quantize.rows import weight_of
 from kvchat.models.reading import defragment
 
-BFLOAT16 = torch.finfo(torch.bfloat16).eps  # in which the kernels multiply
-# Of each kind the sizes that it packs, and how far a product may be off.
+BFLOAT16 = torch.finfo(torch.bfloat16).eps  # the kernels multiply in it
+# The sizes that each kind packs, and the allowed error of a product.
 SIZES = {
     int8_rows: (st.integers(1, 70), st.integers(1, 70)),
     int4_rows: (st.integers(1, 20).map(lambda n: 16 * n), st.integers(1, 12).map(lambda n: 32 * n)),
@@ -38,7 +38,7 @@ def packed(
 
 
 def unpacked(linear: nn.Linear) -> Tensor:
-    """The unpacked weights of a packed Linear, those of 4 bits found by multiplying the identity."""
+    """The unpacked weights of a packed Linear; 4-bit ones are found by multiplying the identity."""
     rows = weight_of(linear)
     if isinstance(rows, int4_rows.Int4Rows):
         return rows.multiply(torch.eye(linear.in_features)).T
@@ -57,7 +57,7 @@ def unpacked(linear: nn.Linear) -> Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     bias=st.booleans(),
 )
-def test_products_are_those_of_the_weights_they_stand_for(kind, data, tokens, dtype, bias):
+def test_products_match_the_unpacked_weights(kind, data, tokens, dtype, bias):
     rows, columns = map(data.draw, SIZES[kind])
     linear = packed(kind, rows, columns, dtype, bias)
     x = torch.randn(1, tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
@@ -71,13 +71,13 @@ ONE_TOKEN, THREE = torch.randn(1, 1, 128).bfloat16()[..., ::2], torch.randn(64, 
 
 
 @pytest.mark.parametrize(("kind", "x"), [(int8_rows, ONE_TOKEN), (int4_rows, ONE_TOKEN), (int4_rows, THREE)])
-def test_tokens_that_are_not_contiguous(kind, x):
+def test_non_contiguous_tokens_give_the_same_product(kind, x):
     linear = packed(kind, 16, 64)
     assert torch.equal(linear(x), linear(x.contiguous()))
 
 
 @both
-def test_more_rows_than_are_quantized_at_once(kind, monkeypatch):
+def test_rows_quantized_in_chunks_are_the_same(kind, monkeypatch):
     whole = packed(kind, 208, 64)
     monkeypatch.setattr(kind, "CHUNK", 64 * 64)
     assert torch.equal(packed(kind, 208, 64).weight, whole.weight)
@@ -85,7 +85,7 @@ def test_more_rows_than_are_quantized_at_once(kind, monkeypatch):
 
 
 @both
-def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it(kind):
+def test_merged_rows_are_views_of_one_matrix(kind):
     linears = [packed(kind, rows, 64) for rows in (128, 64, 64)]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     before = [linear(x) for linear in linears]
@@ -102,33 +102,33 @@ def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it(kind):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_rows_that_lie_anywhere_in_a_file(rows):
+def test_rows_at_any_file_offset_become_aligned(rows):
     linear, x = packed(int8_rows, rows, 64), torch.randn(1, 1, 64)
     memory = torch.empty(linear.weight.numel() + 128, dtype=torch.int8)
     start = 8 - memory.data_ptr() % 64 + 64
     data = memory[start : start + linear.weight.numel()].view(rows, 64).copy_(linear.weight)
     mapped = nn.Linear(64, rows, bias=False)
     int8_rows.install(mapped, data, linear.packed_rows.scales)
-    assert mapped.weight.data_ptr() % 64 == 0, "the kernel would end the process"
+    assert mapped.weight.data_ptr() % 64 == 0, "the kernel would crash the process"
     assert torch.equal(mapped(x), linear(x))
 
 
-def test_rows_that_are_laid_out_behind_others():
+def test_defragmented_rows_stay_aligned():
     linears = [packed(int8_rows, rows, 96, bias=True) for rows in (19, 130, 19)]
     x = torch.randn(1, 1, 96)
     before = [linear(x) for linear in linears]
     defragment(nn.ModuleList(linears))
-    assert all(linear.weight.data_ptr() % 64 == 0 for linear in linears), "the kernel would end the process"
+    assert all(linear.weight.data_ptr() % 64 == 0 for linear in linears), "the kernel would crash the process"
     assert all(torch.equal(linear(x), product) for linear, product in zip(linears, before, strict=True))
 
 
-def test_rows_merge_only_where_each_matrix_still_begins_as_the_kernel_needs_it():
-    """Restored Linears multiply by the views that merging made of their weights."""
+def test_rows_merge_only_if_each_matrix_stays_aligned():
+    """A restored Linear multiplies by the view that merging made of its weight."""
     assert packed(int8_rows, 18, 32).packed_rows.mergeable
     assert not packed(int8_rows, 19, 32).packed_rows.mergeable
 
 
-def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
+def test_int8_errs_by_at_most_half_a_step():
     linear = nn.Linear(64, 16, bias=False)
     linear.weight.data[3] = 0
     before = linear.weight.detach().double()
@@ -139,10 +139,10 @@ def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
     assert not unpacked(linear)[3].any()
 
 
-def test_weights_that_had_8_bits_in_groups_of_32_keep_their_values():
+def test_weights_from_q8_0_keep_their_values():
     torch.manual_seed(0)
     levels = torch.randint(-127, 128, (16, 4, 32))
-    levels[..., 0] = 127  # as Q8_0 has them: the largest of a group
+    levels[..., 0] = 127  # as in Q8_0: the largest of a group
     linear = nn.Linear(128, 16, bias=False)
     linear.weight.data = (levels * torch.rand(16, 4, 1).half().float()).view(16, 128)
     before = linear.weight.detach().clone()
@@ -164,7 +164,7 @@ def test_one_token_is_multiplied_in_16_bits(rows, threads):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_more_rows_than_are_unpacked_at_once(monkeypatch, bias):
+def test_rows_unpacked_in_chunks_give_the_same_product(monkeypatch, bias):
     linear, x = packed(int8_rows, 200, 70, bias=bias), torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(1))
     whole = linear(x)
     monkeypatch.setattr(int8_rows, "UNPACKED", 64 * 70)
@@ -172,7 +172,7 @@ def test_more_rows_than_are_unpacked_at_once(monkeypatch, bias):
     torch.testing.assert_close(linear(x), whole)
 
 
-def test_rows_of_a_checkpoint_that_torchao_made():
+def test_torchao_rows_keep_their_values():
     torchao = pytest.importorskip("torchao.quantization")
     linear = nn.Linear(64, 16)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
@@ -182,7 +182,7 @@ def test_rows_of_a_checkpoint_that_torchao_made():
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's."""
+    """Like Gemma's."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 3
@@ -190,8 +190,8 @@ class Scaled(nn.Embedding):
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [64, 33])  # with scales of groups, of rows
-def test_embeddings_tied_to_a_packed_head_are_its_rows(kind, dtype, columns):
+@pytest.mark.parametrize("columns", [64, 33])  # with scales per group, per row
+def test_embeddings_tied_to_a_packed_head_look_up_its_rows(kind, dtype, columns):
     table, head = kind(50, columns, padding_idx=2, dtype=dtype), nn.Linear(columns, 50, bias=False, dtype=dtype)
     nn.init.normal_(table.weight)
     head.weight = table.weight
@@ -208,12 +208,12 @@ def test_embeddings_tied_to_a_packed_head_are_its_rows(kind, dtype, columns):
 # ---- 4 bits
 
 
-def in_numbers(weight: Tensor) -> Tensor:
-    """``weight`` rounded as by the packing, a group at a time in plain Python."""
-    return torch.tensor([[rounded for group in row.split(32) for rounded in of_group(group)] for row in weight])
+def rounded_in_python(weight: Tensor) -> Tensor:
+    """``weight`` rounded as packing does, one group at a time in plain Python."""
+    return torch.tensor([[rounded for group in row.split(32) for rounded in rounded_group(group)] for row in weight])
 
 
-def of_group(group: Tensor) -> list[float]:
+def rounded_group(group: Tensor) -> list[float]:
     low, high = group.min().item(), group.max().item()
     scale = bfloat16((high - low) / 15)
     zero = bfloat16(low + 8 * scale)
@@ -225,10 +225,10 @@ def bfloat16(value: float) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 96), (80, 64)])  # one block of 64 rows, less and more
-def test_packed_weights_are_those_of_plain_numbers(rows, columns, dtype):
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 96), (80, 64)])  # less than a block of 64 rows, and more
+def test_int4_weights_match_plain_python(rows, columns, dtype):
     linear = nn.Linear(columns, rows, bias=False, dtype=dtype)
-    expected = in_numbers(linear.weight.detach().float())
+    expected = rounded_in_python(linear.weight.detach().float())
     int4_rows.pack(linear)
     torch.testing.assert_close(unpacked(linear), expected, rtol=BFLOAT16 / 2, atol=1e-6)
     x = torch.randn(5, columns)
@@ -236,14 +236,14 @@ def test_packed_weights_are_those_of_plain_numbers(rows, columns, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_kernel_is_given_bfloat16(dtype):
+def test_the_int4_kernel_gets_bfloat16(dtype):
     """With other dtypes it is not vectorized and takes 10 to 40 times as long."""
     linear, x = packed(int4_rows, 16, 64), torch.randn(3, 64).to(dtype)
     assert torch.equal(linear(x), linear(x.bfloat16().to(dtype)))
     assert linear(x).dtype == dtype
 
 
-def test_a_group_keeps_its_range_and_its_constants():
+def test_int4_groups_keep_their_range_and_constants():
     linear = nn.Linear(64, 16, bias=False)
     linear.weight.data = torch.linspace(-1, 1, 64).expand(16, 64).clone()
     linear.weight.data[3] = 0.25
@@ -254,9 +254,9 @@ def test_a_group_keeps_its_range_and_its_constants():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_that_had_4_bits_already_keep_their_values(dtype):
+def test_weights_from_q4_0_keep_their_values(dtype):
     levels = torch.randint(-8, 8, (64, 8, 32), generator=torch.Generator().manual_seed(0))
-    levels[:, :4] = levels[:, :4].clamp(-8, 5)  # Q4_0 reaches its last level by chance only
+    levels[:, :4] = levels[:, :4].clamp(-8, 5)  # Q4_0 uses its last level only by chance
     before = (levels * torch.linspace(0.01, 0.02, 8)[:, None].half()).view(64, 256).to(dtype)
     linear = nn.Linear(256, 64, bias=False, dtype=dtype)
     linear.weight.data = before.clone()
@@ -267,8 +267,8 @@ def test_weights_that_had_4_bits_already_keep_their_values(dtype):
     assert relative_error(unpacked(as_others), before.float()) > 0.01
 
 
-def test_weights_of_a_q4_k_file_keep_their_values():
-    """Every 32 have a scale and a minimum, as in ``int4_rows``, but of 6 bits, times one for all 256."""
+def test_weights_from_q4_k_keep_their_values():
+    """Each 32 weights have a scale and a minimum, as in ``int4_rows``, but in 6 bits, times a factor for all 256."""
     quants, draw = pytest.importorskip("gguf.quants"), np.random.default_rng(0)
     blocks = draw.integers(0, 256, (16, 2, 144), dtype=np.uint8)  # of 256 weights
     blocks[..., :4] = np.array([0.01, 0.05], np.float16).view(np.uint8)  # the first factors; random ones could be huge
@@ -287,7 +287,7 @@ def test_only_whole_blocks_of_rows_are_merged(rows, mergeable):
     assert is_attention(attention) == mergeable
 
 
-def test_a_linear_that_does_not_fit_stays():
+def test_linears_of_unsupported_sizes_stay_unpacked():
     model = tiny_models.fresh("llama")
     layer = model.model.layers[0]
     layer.mlp.up_proj = nn.Linear(64, 24, bias=False)
@@ -297,7 +297,7 @@ def test_a_linear_that_does_not_fit_stays():
     assert layer.mlp.up_proj.weight.dtype == layer.mlp.down_proj.weight.dtype == torch.float32
 
 
-def test_a_packed_model_computes_what_one_of_the_same_weights_does():
+def test_a_packed_model_matches_its_unpacked_weights():
     plain = tiny_models.fresh("llama")
     model = copy.deepcopy(plain)
     elements = plain.num_parameters()

@@ -37,7 +37,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("x", [normal(K), torch.full((K,), 3.0), -torch.full((K,), 3.0), torch.zeros(K)])
-def test_four_bits(width, x):
+def test_four_bit_products_match_float64(width, x):
     data, scales, weights = four_bits(width, 4 * width)
     out = np.empty(len(data), np.float32)
     product_loops.four_bit_product(data, scales, width, x.numpy(), NOTHING, NOTHING, 0.0, NOTHING, 0, out)
@@ -46,7 +46,7 @@ def test_four_bits(width, x):
 
 @pytest.mark.parametrize("pairs", [False, product_loops.PAIRS])
 @pytest.mark.parametrize("width", [16, 32])
-def test_on_a_processor_without_those_instructions(width, pairs, monkeypatch):
+def test_products_without_special_instructions_match_float64(width, pairs, monkeypatch):
     monkeypatch.setattr(product_loops, "PAIRS", pairs)
     monkeypatch.setattr(product_loops, "FOURS", False)
     four, eight, halves = product_loops._four_bit_rows(width), product_loops._eight_bit_rows(1), product_loops._halves
@@ -73,23 +73,23 @@ def test_on_a_processor_without_those_instructions(width, pairs, monkeypatch):
 
 
 @pytest.mark.parametrize("gate", [0, SILU, GELU])
-def test_what_a_layer_does_before_and_after(gate):
+def test_norm_bias_residual_and_gate_match_float64(gate):
     data, scales, weights = four_bits(16, 64)
     x, norm, bias, residual = normal(K), normal(2, K)[1], normal(64), normal(2, 64)[1]
     out = np.empty(32 if gate else 64, np.float32)
-    given = [each.numpy() for each in (x, bias, norm, residual)]
-    product_loops.four_bit_product(data, scales, 16, *given[:3], EPS, given[3], gate, out)
+    arrays = [each.numpy() for each in (x, bias, norm, residual)]
+    product_loops.four_bit_product(data, scales, 16, *arrays[:3], EPS, arrays[3], gate, out)
     row = rounded(F.rms_norm(x, (K,), norm, EPS))
     expected = weights @ row + bias.double() + residual.double()
     if gate:
         first, up = expected.chunk(2)
         expected = GATES[gate - 1](first) * up
-    # A row that was normalized in another order differs at its last bit, and a level with it.
+    # Normalizing in another order changes the last bit of a row, and with it a level.
     torch.testing.assert_close(torch.from_numpy(out).double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [16, 32])
-def test_weights_of_four_bits_are_unpacked(width):
+def test_four_bit_weights_are_unpacked(width):
     data, scales, weights = four_bits(width, 4 * width)
     out = np.empty((4 * width, K), np.float32)
     pairs = torch.from_numpy(scales.copy()).unsqueeze(-1).view(torch.bfloat16).float().numpy()
@@ -99,7 +99,7 @@ def test_weights_of_four_bits_are_unpacked(width):
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_what_is_not_finite_stays_so(wrong, with_norm):
+def test_non_finite_inputs_give_non_finite_outputs(wrong, with_norm):
     """Otherwise the answer would continue with meaningless numbers."""
     data, scales, _ = four_bits(16, 32)
     x = normal(K)
@@ -114,7 +114,7 @@ def test_what_is_not_finite_stays_so(wrong, with_norm):
 
 
 def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], torch.Tensor]:
-    """A matrix as the loops take it, and its weights, float64."""
+    """A matrix as the loops take it, and its weights in float64."""
     draw = torch.Generator().manual_seed(rows)
     levels = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=draw)
     scale = (torch.rand(rows, columns // 32, generator=draw) / 500).half()
@@ -123,8 +123,8 @@ def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], 
 
 
 @pytest.mark.parametrize("gate", [SILU, GELU])
-@pytest.mark.parametrize("with_norms", [False, True])  # as Gemma's, of each head and before each sum
-def test_what_a_layer_computes_but_its_attention(with_norms, gate):
+@pytest.mark.parametrize("with_norms", [False, True])  # as in Gemma: per head, and before each sum
+def test_layers_without_attention_match_float64(with_norms, gate):
     size, heads, inner = 32, 3, 64
     qkv, qkv_weights = eight_bits(heads * size, K)
     out, out_weights = eight_bits(K, size)
@@ -147,11 +147,11 @@ def test_what_a_layer_computes_but_its_attention(with_norms, gate):
     expected[:2] = expected[:2] * cos.double() + turned * sin.double()
     torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=1e-3, atol=1e-3)
 
-    made = np.empty(K, np.float32)
+    result = np.empty(K, np.float32)
     norms = normal(2, K) if with_norms else torch.empty(2, 0)
     of_mlp = second.numpy(), EPS, gate, down, bias.numpy()
     after = out, NOTHING, norms[0].numpy(), EPS, up, *of_mlp, norms[1].numpy(), EPS
-    product_loops.end_layer(*after, attended.numpy(), hidden.numpy(), made)
+    product_loops.end_layer(*after, attended.numpy(), hidden.numpy(), result)
 
     def added(product, norm):
         return F.rms_norm(product, (K,), norm.double(), EPS) if len(norm) else product
@@ -159,4 +159,4 @@ def test_what_a_layer_computes_but_its_attention(with_norms, gate):
     state = added(out_weights @ attended.double(), norms[0]) + hidden.double()
     first_half, up_half = (up_weights @ F.rms_norm(state.float(), (K,), second, EPS).double()).chunk(2)
     expected = added(down_weights @ (GATES[gate - 1](first_half) * up_half) + bias.double(), norms[1]) + state
-    torch.testing.assert_close(torch.from_numpy(made).double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.from_numpy(result).double(), expected, rtol=1e-3, atol=1e-3)

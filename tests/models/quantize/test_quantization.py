@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, and quantized checkpoints; real ones if the libraries are installed."""
+"""8-bit and 4-bit weights, and quantized checkpoints; real ones if the libraries are installed."""
 
 import importlib.util
 
@@ -33,24 +33,24 @@ QUANTIZED = {
 # ---- choices and refusals --------------------------------------------------------------------------
 
 
-def test_a_choice_that_is_not():
+def test_an_unknown_quantization_is_refused():
     with pytest.raises(UsageError, match=r'"int9".*"int8"'):
         load_model(Load("bundled", "cpu", quantize="int9"), silent)
 
 
-def test_without_bitsandbytes_the_command_is_named(nothing_installed):
+def test_missing_bitsandbytes_names_the_install_command(nothing_installed):
     with pytest.raises(UsageError, match=r"bnb.*pip install 'bitsandbytes>"):
         load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
-def test_a_quantized_model_is_not_quantized_again(llama_folder):
+def test_quantizing_a_quantized_model_is_refused(llama_folder):
     declare(llama_folder, QUANTIZED["gptq"])
     with pytest.raises(ModelError, match=r"gptq.*--quantize"):
         load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
 
 @pytest.mark.parametrize(
-    ("method", "package", "said"),
+    ("method", "package", "message"),
     [
         ("gptq", "optimum", "package.*pip install 'gptqmodel>"),
         ("awq", "gptqmodel", "package.*pip install 'gptqmodel>"),
@@ -58,41 +58,41 @@ def test_a_quantized_model_is_not_quantized_again(llama_folder):
         ("bitsandbytes", "bitsandbytes", "pip install 'bitsandbytes>"),
     ],
 )
-def test_a_checkpoint_whose_package_is_missing(llama_folder, method, package, said):
+def test_checkpoints_with_a_missing_package_name_the_command(llama_folder, method, package, message):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     declare(llama_folder, QUANTIZED[method])
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
-def test_ordinary_weights_are_not_called_quantized():
+def test_unquantized_weights_have_no_description():
     assert quantization.describe(tiny_models.model("llama")) == ""
 
 
-# ---- the real thing --------------------------------------------------------------------------------
+# ---- with bitsandbytes -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def four_bits():
+def nf4():
     return load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
 @needs_bitsandbytes
-def test_the_bundled_model_in_4_bits(four_bits, model):
-    assert (four_bits.weights, model.weights) == ("nf4", "")
-    assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
-    assert four_bits.model.num_parameters() == model.model.num_parameters()
-    assert selftest(four_bits.model) < 0.01
+def test_the_bundled_model_loads_in_nf4(nf4, model):
+    assert (nf4.weights, model.weights) == ("nf4", "")
+    assert (nf4.dtype, nf4.device) == (torch.float32, torch.device("cpu"))
+    assert nf4.model.num_parameters() == model.model.num_parameters()
+    assert selftest(nf4.model) < 0.01
     # 4 bits and a float32 scale per block of 64 for the layers, float32 for the embedding
     embedding = model.model.get_input_embeddings().weight.nbytes
     layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
-    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
+    assert nf4.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
 
 
 @needs_bitsandbytes
-def test_4_bits_are_near_the_weights_they_stand_for(four_bits):
-    """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
+def test_nf4_logits_are_near_those_of_dequantized_weights(nf4):
+    """The reference has weights rounded to nf4 by bitsandbytes itself, in ordinary Linears."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     plain = load_model(Load("bundled", "cpu", fast=False), silent).model
@@ -101,11 +101,11 @@ def test_4_bits_are_near_the_weights_they_stand_for(four_bits):
         if parameter.dim() == 2:
             parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, blocksize=64, quant_type="nf4"))
     rounded = sample_logits(plain)
-    assert relative_error(sample_logits(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
+    assert relative_error(sample_logits(nf4.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
 
 
 @needs_bitsandbytes
-def test_4_bits_of_matrices_whose_rows_the_kernel_of_some_processors_does_not_take(tmp_path):
+def test_nf4_accepts_row_counts_that_some_kernels_do_not(tmp_path):
     tiny_multimodal.save(tiny_models.fresh("qwen3_5", vocab_size=8192), tmp_path)
     loaded = load_model(Load(str(tmp_path), "cpu", "float32", quantize="nf4"), silent)
     assert any(module.out_features % 32 for module in loaded.model.modules() if "Linear4bit" in type(module).__name__)
@@ -113,23 +113,23 @@ def test_4_bits_of_matrices_whose_rows_the_kernel_of_some_processors_does_not_ta
 
 
 @needs_bitsandbytes
-def test_quantized_projections_are_not_merged(four_bits):
-    assert four_bits.fused == "norms, rope"
+def test_nf4_projections_are_not_merged(nf4):
+    assert nf4.fused == "norms, rope"
 
 
 @needs_bitsandbytes
-def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
-    tiny_multimodal.save(four_bits.model, tmp_path)
+def test_a_stored_nf4_checkpoint_loads_unchanged(nf4, tmp_path):
+    tiny_multimodal.save(nf4.model, tmp_path)
     again = load_model(Load(str(tmp_path), "cpu"), silent)
     assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
     assert listed(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
-    assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
-    assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
+    assert (again.weights, again.weight_bytes) == ("nf4", nf4.weight_bytes)
+    assert relative_error(sample_logits(again.model), sample_logits(nf4.model)) < 1e-5
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(llama_folder, dtype, caplog):
+def test_a_stored_8_bit_checkpoint_gets_the_requested_dtype(llama_folder, dtype, caplog):
     import transformers
 
     chosen = transformers.BitsAndBytesConfig(load_in_8bit=True)
@@ -147,13 +147,13 @@ def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(llama_fo
 
 @needs_bitsandbytes
 @pytest.mark.cuda
-def test_4_bits_on_a_gpu():
+def test_nf4_loads_on_a_gpu():
     loaded = load_model(Load("bundled", "cuda", quantize="nf4"), silent)
     assert (loaded.weights, loaded.device.type) == ("nf4", "cuda")
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cuda"}
 
 
-# ---- int8 and int4 by torchao -----------------------------------------------------------------------
+# ---- int8 and int4 by torchao ----------------------------------------------------------------------
 
 needs_torchao = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchao", "accelerate")), reason="torchao is not installed"
@@ -166,7 +166,7 @@ def int8():
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quantize):
+def test_missing_torchao_on_a_gpu_names_the_install_command(nothing_installed, quantize):
     with pytest.raises(UsageError, match=r"ao.*pip install 'torchao>"):
         quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device("cuda"))
 
@@ -175,7 +175,7 @@ def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quant
     ("dtype", "capability", "refusal"),
     [(torch.float16, (9, 0), r"bfloat16.* float16"), (torch.bfloat16, (7, 5), r"8\.0.*7\.5.*int8 or nf4")],
 )
-def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
+def test_unsupported_int4_on_a_gpu_is_refused(monkeypatch, dtype, capability, refusal):
     monkeypatch.setattr(libraries, "absent", lambda name: [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda")
@@ -184,7 +184,7 @@ def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capabili
 
 
 @needs_torchao
-def test_what_is_asked_of_torchao(monkeypatch):
+def test_int8_and_int4_on_a_gpu_use_torchao(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config, cuda = tiny_models.config("llama"), torch.device("cuda")
     for quantize in ("int8", "int4"):
@@ -195,7 +195,7 @@ def test_what_is_asked_of_torchao(monkeypatch):
 
 @needs_torchao
 @pytest.mark.parametrize(("kind", "name", "dtype"), [("Int8", "int8", "float32"), ("Float8", "torchao", "bfloat16")])
-def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name, dtype):
+def test_torchao_checkpoints_stay_packed(llama_folder, kind, name, dtype):
     import torchao.quantization
     import transformers
 
@@ -221,16 +221,16 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
 # ---- int8 and int4 on a CPU ------------------------------------------------------------------------
 
 
-def test_the_bundled_model_in_8_bits(int8, model):
+def test_the_bundled_model_loads_in_int8(int8, model):
     assert (int8.weights, int8.dtype, int8.notes) == ("int8", torch.float32, model.notes)
-    # 32 weights have a float16 scale; the head's are the embeddings' too
+    # a float16 scale per 32 weights; the head's weights are also the embeddings
     linears = [m.weight for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
     expected = sum(w.numel() * 34 // 32 for w in linears)
     assert int8.weight_bytes == pytest.approx(expected, rel=0.002)
     assert selftest(int8.model) < 0.02
 
 
-def test_8_bit_projections_are_merged_in_fused_layers(int8):
+def test_int8_projections_are_merged_in_fused_layers(int8):
     attention = int8.model.model.layers[0].self_attn
     storages = {linear.weight.untyped_storage().data_ptr() for linear in projections(attention)}
     assert (int8.fused, int8.notes, len(storages)) == ("norms, merged projections, rope, fused layers", (), 1)
@@ -241,7 +241,7 @@ def int4():
     return load_model(Load("bundled", "cpu", quantize="int4"), silent)
 
 
-def test_the_bundled_model_in_int4(int4, model):
+def test_the_bundled_model_loads_in_int4(int4, model):
     assert (int4.weights, int4.dtype, int4.notes) == ("int4", torch.float32, model.notes)
     assert int4.fused == "norms, merged projections, rope, fused layers"
     # 4 bits and a bfloat16 scale and zero per 32 weights of the layers; 8 bits of the head and the embeddings
@@ -255,6 +255,6 @@ def test_the_bundled_model_in_int4(int4, model):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_on_a_cpu_no_package_is_needed(nothing_installed, llama_folder, quantize):
+def test_quantizing_on_a_cpu_needs_no_package(nothing_installed, llama_folder, quantize):
     loaded = load_model(Load(str(llama_folder), "cpu", "bfloat16", quantize=quantize), silent)
     assert (loaded.weights, loaded.dtype) == (quantize, torch.bfloat16)

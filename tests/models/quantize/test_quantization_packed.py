@@ -1,4 +1,4 @@
-"""Checkpoints in GPTQ's and AWQ's format, packed by this file and multiplied packed by the package that reads both."""
+"""Checkpoints in GPTQ and AWQ format, packed by this file; gptqmodel multiplies by them without unpacking."""
 
 import importlib.util
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
     reason="gptqmodel and optimum are not installed",
 )
 GROUP, ZERO = 32, 8
-CLOSE = 2e-3  # the package multiplies in 16 bits
-IN_A_WORD = {"gptq": range(8), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}  # which of eight numbers stands where
+CLOSE = 2e-3  # gptqmodel multiplies in 16 bits
+WORD_ORDER = {"gptq": range(8), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}  # the order of eight numbers in a word
 FORMATS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
@@ -37,7 +37,7 @@ def words(codes, order):
 
 
 def packed(method, weight):
-    """A weight's tensors in the files, and the unpacked weight."""
+    """A weight's stored tensors, and its unpacked values."""
     rows, columns = weight.shape
     groups = weight.detach().view(rows, -1, GROUP)
     scales = (groups.abs().amax(-1) / 7).half()
@@ -45,9 +45,9 @@ def packed(method, weight):
     rounded = (codes * scales.float()[..., None]).view(rows, columns)
     by_column = (codes.view(rows, columns) + ZERO).t()
     zeros = torch.full((columns // GROUP, rows), ZERO)
-    order = IN_A_WORD[method]
+    order = WORD_ORDER[method]
     stored = {"scales": scales.t().contiguous()}
-    if method == "gptq":  # a word goes down a column there, and zeros are one less
+    if method == "gptq":  # its words run down the columns, and its zeros are stored minus one
         down = words(by_column.t(), order).t().contiguous()
         stored |= {"qweight": down, "qzeros": words(zeros - 1, order)}
         stored["g_idx"] = (torch.arange(columns) // GROUP).int()
@@ -58,7 +58,7 @@ def packed(method, weight):
 
 @pytest.fixture(params=FORMATS)
 def checkpoint(llama_folder, request):
-    """The tiny Llama in a format, and the same with the unpacked weights."""
+    """The tiny Llama in one format, and the same model with the unpacked weights."""
     stored, rounded = {}, tiny_runner.loaded("llama")
     for name, parameter in rounded.model.named_parameters():
         if "_proj" in name:
@@ -71,8 +71,8 @@ def checkpoint(llama_folder, request):
     return llama_folder, rounded, request.param
 
 
-@pytest.mark.slow("the package compiles its kernel once on a machine")
-def test_it_stays_packed_is_planned_and_answers_as_its_weights_do_in_every_mode(checkpoint, capfd):
+@pytest.mark.slow("gptqmodel compiles its kernel once per machine")
+def test_packed_checkpoints_compute_like_their_unpacked_weights(checkpoint, capfd):
     folder, rounded, method = checkpoint
     loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
     assert capfd.readouterr().out == ""
@@ -80,11 +80,11 @@ def test_it_stays_packed_is_planned_and_answers_as_its_weights_do_in_every_mode(
     assert planned(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert listed(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert relative_error(sample_logits(loaded.model), sample_logits(rounded.model)) < CLOSE
-    apart = {
+    errors = {
         row: relative_error(*(decoded(ModelRunner(model, mode_of(model, row))) for model in (loaded, rounded)))
         for row in tiny_runner.PARAMS
     }
-    assert max(apart.values()) < 10 * CLOSE, apart  # a mode may read another token of almost the same weight
+    assert max(errors.values()) < 10 * CLOSE, errors  # a mode may read a different token of almost equal weight
 
 
 def decoded(runner):

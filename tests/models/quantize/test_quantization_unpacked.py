@@ -1,4 +1,4 @@
-"""Quantized checkpoints that transformers unpacks while reading them are packed again."""
+"""Quantized checkpoints that transformers unpacks on loading are quantized again."""
 
 import contextlib
 import importlib.util
@@ -32,7 +32,7 @@ from kvchat.protocol.messages import Load
 from kvchat.tui.models import plan_lines
 from kvchat.units import size
 
-# Checkpoints by name: the model that they are of, their tensors and section, and in what they stay small.
+# Checkpoints by name: architecture, what makes the tensors, config section, and the quantization that keeps them small.
 MADE = {
     "fp8": ("llama", stored_weights.fp8, FP8, "int8"),
     "fp8 mixture": ("qwen3_moe", stored_weights.fp8, FP8, "int8"),
@@ -48,21 +48,21 @@ UNPACKED = ["fp8", "fp8 mixture", "fp8 hybrid", "mxfp4", pytest.param("compresse
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folders by name, each with a checkpoint and with the same model unquantized."""
+    """Gives the two folders for a name: the checkpoint, and the same model unquantized."""
 
-    def made(name):
-        if name not in there:
-            of, store, section, _ = MADE[name]
+    def get(name):
+        if name not in created:
+            architecture, store, section, _ = MADE[name]
             folders = [tmp_path_factory.mktemp(kind) for kind in ("stored", "plain")]
-            rounded = tiny_models.fresh(of, vocab_size=tiny_multimodal.VOCAB)
+            rounded = tiny_models.fresh(architecture, vocab_size=tiny_multimodal.VOCAB)
             tiny_multimodal.save(rounded, folders[0])
             stored_weights.write(folders[0], store(rounded), section)
             tiny_multimodal.save(rounded, folders[1])
-            there[name] = tuple(map(str, folders))
-        return there[name]
+            created[name] = tuple(map(str, folders))
+        return created[name]
 
-    there = {}
-    return made
+    created = {}
+    return get
 
 
 def load(folder, quantize="auto", dtype="float32", progress=silent):
@@ -73,7 +73,7 @@ loaded = cache(load)
 
 
 @pytest.mark.parametrize("name", UNPACKED)
-def test_it_stays_about_as_small_as_its_files(checkpoints, name):
+def test_checkpoints_are_requantized_by_default(checkpoints, name):
     (folder, plain), kind, stages = checkpoints(name), MADE[name][3], []
     small = load(folder, progress=stages.append)
     unpacked = loaded(plain).weight_bytes
@@ -83,30 +83,30 @@ def test_it_stays_about_as_small_as_its_files(checkpoints, name):
     assert any(stage.endswith(sizes) for stage in stages)
     method = MADE[name][2]["quant_method"]
     assert not lacks(small.notes[-1], method, kind, "--quantize none")
-    made = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
+    planned = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
     measured = {choice: loaded(folder, choice).weight_bytes for choice in ("none", "int8", "int4")}
-    assert (made.by_default, made.weights) == (kind, pytest.approx(measured, rel=0.005))
-    assert listed(folder, "float32") == made.weights[kind]
+    assert (planned.by_default, planned.weights) == (kind, pytest.approx(measured, rel=0.005))
+    assert listed(folder, "float32") == planned.weights[kind]
 
 
 @pytest.mark.parametrize("name", UNPACKED)
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_it_is_packed_like_the_model_that_it_stands_for(checkpoints, name, quantize):
+def test_requantized_checkpoints_match_the_unquantized_model(checkpoints, name, quantize):
     stored, plain = (loaded(folder, quantize) for folder in checkpoints(name))
     assert stored.weights == plain.weights
-    # Those of 4 bits keep the values that they had; a mixture sends tokens to other experts where they differ.
-    most = 0.5 if quantize == "int4" else 1e-4 if name != "compressed" else 0.05  # which is unpacked to bfloat16
-    assert relative_error(sample_logits(stored.model), sample_logits(plain.model)) < most
+    # 4-bit checkpoints keep their values; where values differ, a mixture sends tokens to other experts.
+    tolerance = 0.5 if quantize == "int4" else 1e-4 if name != "compressed" else 0.05  # unpacked to bfloat16
+    assert relative_error(sample_logits(stored.model), sample_logits(plain.model)) < tolerance
 
 
 @needs_compressed
-def test_what_had_4_bits_keeps_its_values(checkpoints):
+def test_4_bit_checkpoints_keep_their_values(checkpoints):
     folder, plain = checkpoints("compressed")
     assert relative_error(sample_logits(loaded(folder).model), sample_logits(loaded(plain).model)) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
+def test_fp8_is_unpacked_to_the_requested_dtype(checkpoints, dtype):
     folder, plain = checkpoints("fp8")
     stages = []
     unpacked = load(folder, "none", dtype, stages.append)
@@ -118,26 +118,26 @@ def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
     assert relative_error(sample_logits(unpacked.model), sample_logits(loaded(plain).model)) < 0.15
 
 
-def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
+def test_the_plan_lists_stored_and_unpacked_sizes(checkpoints):
     folder, _ = checkpoints("compressed")
-    made = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
-    rows = [line for line in plan_lines(made) if line.startswith("weights, ")]
-    of_files, none, int8, int4 = (size(nbytes, 2) for nbytes in (made.packed, *made.weights.values()))
-    expected = (("not quantized", of_files, none), ("int8", int8), ("int4", "default", int4))
+    planned = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
+    rows = [line for line in plan_lines(planned) if line.startswith("weights, ")]
+    stored, none, int8, int4 = (size(nbytes, 2) for nbytes in (planned.packed, *planned.weights.values()))
+    expected = (("not quantized", stored, none), ("int8", int8), ("int4", "default", int4))
     assert not [row for row, facts in zip(rows, expected, strict=True) if lacks(row, *facts)]
-    assert not lacks(made.proposal.gave_up[0], "weights", "4.5 bits", "to 4")
-    assert made.unpacked == 0  # each is packed as soon as it is unpacked
+    assert not lacks(planned.proposal.gave_up[0], "weights", "4.5 bits", "to 4")
+    assert planned.unpacked == 0  # each is packed as soon as it is unpacked
 
 
 def test_a_plan_reads_the_headers_once(checkpoints, monkeypatch):
-    """For a model that is not downloaded each of its files on the hub would be asked for them."""
+    """For a model that is not downloaded, each reading sends a request per file to the hub."""
     read, genuine = [], description.read_headers
     monkeypatch.setattr(description, "read_headers", lambda location: read.append(location) or genuine(location))
     memory_plan(Load(checkpoints("fp8")[0], "cpu"), 64, silent)
     assert len(read) == 1
 
 
-def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, monkeypatch):
+def test_a_gpu_dequantizes_fully_and_keeps_experts_unpacked(checkpoints, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     dense, mixture = (
         replace(describe(checkpoints(name)[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
@@ -151,26 +151,26 @@ def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, m
     assert repacking.by_default(replace(dense, dtype=torch.bfloat16)) == "none"
 
 
-def test_on_a_gpu_4_bits_become_8_where_int4_packs_little(checkpoints, monkeypatch):
+def test_a_gpu_uses_int8_where_int4_packs_little(checkpoints, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     described = describe(checkpoints("compressed")[0], "cpu", "bfloat16", silent)
     assert repacking.by_default(described) == "int4"
-    # Of 64 columns, where a GPU's int4 takes multiples of 128.
+    # The matrices have 64 columns; int4 on a GPU needs a multiple of 128.
     assert repacking.by_default(replace(described, device=torch.device("cuda"))) == "int8"
 
 
 @pytest.mark.parametrize(("quantize", "expected"), [("auto", True), ("int4", True), ("none", False)])
-def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, expected):
+def test_a_gpu_plan_counts_unpacked_weights_if_they_are_repacked(checkpoints, monkeypatch, quantize, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(available, "free_bytes", lambda device: 2**30)
     on_gpu = replace(describe(checkpoints("fp8")[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
     monkeypatch.setattr(plan, "describe", lambda *_: on_gpu)
-    made = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)
-    assert made.unpacked == (made.weights["none"] if expected else 0)
+    planned = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)
+    assert planned.unpacked == (planned.weights["none"] if expected else 0)
 
 
 @pytest.mark.parametrize("quantize", ["auto", "none"])
-def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkpoints, monkeypatch, quantize):
+def test_fp8_loads_on_a_cpu_despite_an_fp8_gpu(checkpoints, monkeypatch, quantize):
     """transformers checks which devices the machine has, not which one the model runs on."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -183,24 +183,24 @@ def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkp
 
 @needs_compressed
 @pytest.mark.parametrize(
-    ("name", "is_left_out"),
+    ("name", "is_ignored"),
     [
         ("mlp.up_proj.input_scale", True),
         ("mlp.up_proj.input_global_scale", True),
         ("self_attn.k_scale", True),
-        ("mlp.up_proj.weight_g_idx", False),  # in another order
+        ("mlp.up_proj.weight_g_idx", False),  # columns are in another order
     ],
 )
-def test_scales_of_activations_and_kv_are_left_out(checkpoints, tmp_path, name, is_left_out):
+def test_activation_and_kv_scales_are_ignored(checkpoints, tmp_path, name, is_ignored):
     folder = shutil.copytree(checkpoints("compressed")[0], tmp_path, dirs_exist_ok=True)
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     stored_weights.write(folder, stored | {f"model.layers.1.{name}": torch.ones(1)}, PACKED_4)
     refused = pytest.raises(ModelError, match=f" 1 tensor, .*layers.1.{name}")
-    with contextlib.nullcontext() if is_left_out else refused:
+    with contextlib.nullcontext() if is_ignored else refused:
         assert load(str(folder)).fingerprint == loaded(checkpoints("compressed")[0]).fingerprint
 
 
-def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
+def test_fp8_cannot_be_loaded_as_nf4(checkpoints):
     folder, _ = checkpoints("fp8")
     with pytest.raises(ModelError, match="fp8"):
         load(folder, "nf4")
@@ -208,7 +208,7 @@ def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 mixture", "mxfp4"])
 def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatch, name):
-    """After reading nothing is left to pack."""
+    """Nothing is left to pack after reading."""
     left, genuine = [], repacking.pack
 
     def pack(model, config, described, devices):
@@ -222,7 +222,7 @@ def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatc
     assert left == [[]]
 
 
-def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
+def test_scales_of_packed_weights_keep_their_dtype():
     model = tiny_models.fresh("llama")
     packed, plain = model.model.layers[0].self_attn.q_proj, model.model.layers[1].self_attn.q_proj
     packed.weight.data = packed.weight.data.to(torch.float8_e4m3fn)
