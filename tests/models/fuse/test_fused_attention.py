@@ -24,7 +24,7 @@ from kvchat.protocol.messages import Load
 
 def first_attention(name, **sizes):
     model = tiny_models.fresh(name, **sizes)
-    sample_logits(model)  # every layer has been met
+    sample_logits(model)  # registers every layer
     return next(module for module in model.modules() if hasattr(module, "q_proj"))
 
 
@@ -38,19 +38,19 @@ def fused(attention):
     ("name", "found"),
     {"llama": True, "mistral": True, "qwen2": True, "qwen3": True, "cohere": False, "ernie4_5": False}.items(),
 )
-def test_found_by_what_they_compute(name, found):
+def test_attention_is_fused_by_what_it_computes(name, found):
     assert (fused(first_attention(name)) is not None) == found
 
 
 @pytest.mark.parametrize("pack", [int8_rows.pack, int4_rows.pack], ids=["int8", "int4"])
-def test_found_with_packed_weights(pack):
+def test_attention_with_packed_weights_is_fused(pack):
     attention = first_attention("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     for linear in (*projections(attention), attention.o_proj):
         pack(linear)
     assert fused(attention) is not None
 
 
-def test_a_layer_that_does_not_rotate_is_left_alone():
+def test_layers_without_rotation_are_not_fused():
     model = tiny_models.fresh("smollm3")
     sample_logits(model)
     layers = [layer.self_attn for layer in model.model.layers]
@@ -61,29 +61,29 @@ def test_a_layer_that_does_not_rotate_is_left_alone():
 @pytest.mark.parametrize(
     "other",
     [
-        lambda own, x, **given: own(x * 2, **given),
-        lambda own, x, **given: (own(x, **given)[0].flip(1), None),
-        lambda own, x, position_embeddings, **given: own(x, position_embeddings=position_embeddings[::-1], **given),
-        lambda own, x, position_embeddings, **given: own(x, position_embeddings=None, **given),
-        lambda own, x, **given: (own(x, **given)[0][:, :1], None),
+        lambda run, x, **kwargs: run(x * 2, **kwargs),
+        lambda run, x, **kwargs: (run(x, **kwargs)[0].flip(1), None),
+        lambda run, x, position_embeddings, **kwargs: run(x, position_embeddings=position_embeddings[::-1], **kwargs),
+        lambda run, x, position_embeddings, **kwargs: run(x, position_embeddings=None, **kwargs),
+        lambda run, x, **kwargs: (run(x, **kwargs)[0][:, :1], None),
     ],
     ids=["scaled", "reordered", "angles", "raises", "one token"],
 )
-def test_a_module_with_lines_of_its_own_stays(other):
+def test_modified_attention_is_not_fused(other):
     attention = first_attention("llama")
     plain = type(attention)
 
     class Other(plain):
-        def forward(self, hidden_states, **given):
-            return other(lambda x, **given: plain.forward(self, x, **given), hidden_states, **given)
+        def forward(self, hidden_states, **kwargs):
+            return other(lambda x, **kwargs: plain.forward(self, x, **kwargs), hidden_states, **kwargs)
 
     attention.__class__ = Other
     assert fused(attention) is None
 
 
-def test_norm_and_residual_are_those_of_the_layer():
+def test_fused_attention_applies_norm_and_residual():
     attention = first_attention("llama")
-    ours, size = fused(attention), attention.q_proj.in_features
+    fast, size = fused(attention), attention.q_proj.in_features
     draw = torch.Generator().manual_seed(3)
     hidden = torch.randn((1, 5, size), generator=draw)
     angle = torch.randn((1, 5, attention.head_dim), generator=draw)
@@ -93,16 +93,16 @@ def test_norm_and_residual_are_those_of_the_layer():
         with attention_hook.bound(DenseManager()):
             expected = attention(normed, position_embeddings=(angle.cos(), angle.sin()), attention_mask=None)[0]
         with attention_hook.bound(DenseManager()):
-            measured = ours(hidden, (angle.cos(), angle.sin()), norm, hidden)
+            measured = fast(hidden, (angle.cos(), angle.sin()), norm, hidden)
     torch.testing.assert_close(measured, expected + hidden, atol=1e-5, rtol=1e-5)
 
 
-def test_masks_caches_and_other_angles_go_the_modules_own_way():
+def test_masks_caches_and_other_angles_do_not_suit():
     attention = first_attention("llama")
-    ours, hidden = fused(attention), torch.zeros((1, 2, attention.q_proj.in_features))
+    fast, hidden = fused(attention), torch.zeros((1, 2, attention.q_proj.in_features))
     angles = torch.zeros((1, 2, attention.head_dim))
-    given = {"position_embeddings": (angles, angles), "attention_mask": None, "past_key_values": None}
-    assert ours.suits(hidden, given)
+    kwargs = {"position_embeddings": (angles, angles), "attention_mask": None, "past_key_values": None}
+    assert fast.suits(hidden, kwargs)
     for changed in (
         {"attention_mask": hidden},
         {"past_key_values": object()},
@@ -110,10 +110,10 @@ def test_masks_caches_and_other_angles_go_the_modules_own_way():
         {"position_embeddings": None},
         {"position_embeddings": (angles[..., :2], angles[..., :2])},
     ):
-        assert not ours.suits(hidden, given | changed)
+        assert not fast.suits(hidden, kwargs | changed)
 
 
-# ---- One token's layer of packed weights is two loops, and computes what its modules compute
+# ---- For one token, a layer of packed weights is two loops that match its modules
 
 
 def bundled(**how):
@@ -122,14 +122,14 @@ def bundled(**how):
 
 @pytest.fixture
 def called(monkeypatch):
-    """The calls of layers that compute one token."""
-    calls, own = [], one_token.OneTokenLayer.__call__
-    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: calls.append(1) or own(*given))
+    """An entry for each call of a one-token layer."""
+    calls, run = [], one_token.OneTokenLayer.__call__
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *kwargs: calls.append(1) or run(*kwargs))
     return calls
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_it_computes_what_the_modules_compute(quantize, called):
+def test_one_token_layers_match_the_modules(quantize, called):
     model = bundled(quantize=quantize, dtype="float32")
     called.clear()
     logits = modules.sample_logits(model)
@@ -138,8 +138,8 @@ def test_it_computes_what_the_modules_compute(quantize, called):
     torch.testing.assert_close(logits[modules.CHECKED_PROMPT :], plain[modules.CHECKED_PROMPT :], rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # with norms of each head; and before each sum, and GELU
-def test_layers_with_more_norms_are_two_loops_too(name, called):
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # norms per head; norms before each sum, and GELU
+def test_one_token_layers_support_more_norms(name, called):
     model = tiny_models.fresh(name, hidden_size=128, intermediate_size=256, head_dim=32)
     for linear in body(model):
         int8_rows.pack(linear)
@@ -152,13 +152,13 @@ def test_layers_with_more_norms_are_two_loops_too(name, called):
 
 
 @pytest.mark.parametrize("how", [{"quantize": "none"}, {"quantize": "int4", "dtype": "bfloat16"}])
-def test_other_weights_and_numbers_go_through_the_modules(how, monkeypatch):
-    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *_: pytest.fail("asked"))
+def test_other_weights_and_dtypes_use_the_modules(how, monkeypatch):
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *_: pytest.fail("called"))
     modules.sample_logits(bundled(**how))
 
 
 class Estimates(DenseManager):
-    """Keeps the estimates of its layers' queries."""
+    """Records the estimated queries of each layer."""
 
     wants_ahead = True
 
@@ -171,7 +171,7 @@ class Estimates(DenseManager):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_an_estimate_multiplies_the_rows_of_queries_alone_and_is_the_same(name, monkeypatch):
+def test_query_estimates_multiply_only_query_rows(name, monkeypatch):
     model, ids = tiny_models.fresh(name), torch.tensor([3, 1, 4])
     sample_logits(model)
     attention_hook.install(model, known={1})
@@ -185,16 +185,16 @@ def test_an_estimate_multiplies_the_rows_of_queries_alone_and_is_the_same(name, 
 
     plain, rows, project = estimates(), [], Operations.project
 
-    def noted(self, x, weight, *others, **named):
+    def recording(self, x, weight, *others, **named):
         rows.append(len(weight))
         return project(self, x, weight, *others, **named)
 
-    monkeypatch.setattr(Operations, "project", noted)
+    monkeypatch.setattr(Operations, "project", recording)
     assert modules.fuse(model, None).fused
     rows.clear()
     fused = estimates()
     assert [layer for layer, _ in fused] == [1] * len(ids)
     for (_, one), (_, other) in zip(plain, fused, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert rows[0] == sizes[0]  # before anything of the first layer
+    assert rows[0] == sizes[0]  # the estimate, before the first layer
     assert rows[1] == sum(sizes)

@@ -31,7 +31,7 @@ def projected(x, weight, bias=None, norm=None, residual=None):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("n_rows", "size"), [(3, 64), (128, 96), (70, 256), (5, 1030), (6, 2048), (4100, 64)])
-def test_a_projection_of_one_token(n_rows, size, dtype):
+def test_projections_of_one_token_match_torch(n_rows, size, dtype):
     x, weight = random(1, 1, size, dtype=dtype), random(n_rows, size, dtype=dtype)
     assert_near(kernels.project(x, weight), projected(x, weight))
 
@@ -40,7 +40,7 @@ def test_a_projection_of_one_token(n_rows, size, dtype):
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", [64, 96])
-def test_what_a_projection_does_on_the_way(size, with_bias, with_norm, with_residual):
+def test_projections_apply_bias_norm_and_residual(size, with_bias, with_norm, with_residual):
     x, weight = 3 * random(1, 1, size), random(70, size)
     bias = random(70) if with_bias else None
     norm = random(size) if with_norm else None
@@ -52,7 +52,7 @@ def test_what_a_projection_does_on_the_way(size, with_bias, with_norm, with_resi
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("size", [64, 96])
-def test_gate_and_up(size, with_norm, dtype):
+def test_gated_products_match_torch(size, with_norm, dtype):
     x, merged = random(1, 1, size, dtype=dtype), random(140, size, dtype=dtype) / 8
     norm = random(size, dtype=dtype) if with_norm else None
     gate, up = merged.split(70)
@@ -62,7 +62,7 @@ def test_gate_and_up(size, with_norm, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("size", [64, 96, 1030])
-def test_weights_of_8_bits_are_read_as_they_are(size, dtype):
+def test_8_bit_weights_match_torch(size, dtype):
     x, norm, residual = (random(*shape, dtype=dtype) for shape in ((1, 1, size), (size,), (1, 1, 140)))
     codes = (40 * random(140, size)).clamp(-127, 127).to(torch.int8)
     scales = random(140).abs() / 300
@@ -76,10 +76,10 @@ def test_weights_of_8_bits_are_read_as_they_are(size, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("q_heads", "heads", "tokens", "size"), [(4, 2, 1, 16), (5, 5, 3, 24), (8, 1, 7, 128)])
-def test_the_rotation_is_transformers_own(q_heads, heads, tokens, size, dtype):
+def test_rotation_matches_transformers(q_heads, heads, tokens, size, dtype):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    merged = random(1, tokens, q_heads + heads, size, dtype=dtype)  # as a merged projection hands them out
+    merged = random(1, tokens, q_heads + heads, size, dtype=dtype)  # as a merged projection returns them
     query, key = (part.transpose(1, 2) for part in merged.split([q_heads, heads], 2))
     angle = random(1, tokens, size // 2)
     cos, sin = (torch.cat([turn, turn], -1).to(dtype) for turn in (angle.cos(), angle.sin()))
@@ -88,12 +88,12 @@ def test_the_rotation_is_transformers_own(q_heads, heads, tokens, size, dtype):
     for turned, right in zip(measured, expected, strict=True):
         assert turned.is_contiguous()
         assert_near(turned, right)
-    assert torch.equal(merged, random(1, tokens, q_heads + heads, size, dtype=dtype)), "the inputs stay"
+    assert torch.equal(merged, random(1, tokens, q_heads + heads, size, dtype=dtype)), "the inputs do not change"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("q_heads", "heads", "tokens", "size"), [(4, 2, 1, 16), (5, 3, 3, 24)])
-def test_heads_are_normalized_before_they_are_rotated(q_heads, heads, tokens, size, dtype):
+def test_heads_are_normalized_before_rotation(q_heads, heads, tokens, size, dtype):
     merged = random(1, tokens, q_heads + heads, size, dtype=dtype)
     query, key = (part.transpose(1, 2) for part in merged.split([q_heads, heads], 2))
     norms = [(random(size, dtype=dtype, seed=seed), eps) for seed, eps in enumerate((1e-5, 0.1))]
@@ -107,7 +107,7 @@ def test_heads_are_normalized_before_they_are_rotated(q_heads, heads, tokens, si
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("heads", "turned", "size"), [(6, 4, 16), (3, 3, 24), (5, 1, 80)])
-def test_heads_are_rotated_as_they_are_projected(heads, turned, size, dtype):
+def test_projections_rotate_heads(heads, turned, size, dtype):
     x, weight, bias, norm = (
         random(*shape, dtype=dtype) for shape in ((1, 1, 64), (heads * size, 64), (heads * size,), (64,))
     )
@@ -121,6 +121,6 @@ def test_heads_are_rotated_as_they_are_projected(heads, turned, size, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n_rows", "size"), [(4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096)])
-def test_sizes_of_an_8b_model(n_rows, size):
+def test_projections_of_an_8b_model_match_torch(n_rows, size):
     x, weight, norm = (random(*shape, dtype=torch.bfloat16) for shape in [(1, 1, size), (n_rows, size), (size,)])
     assert_near(kernels.project(x, weight, None, norm, EPS), projected(x, weight, None, norm))

@@ -1,4 +1,4 @@
-"""Operations of fused modules: dtypes and calls. Their results are compared in whole models by ``test_swap``."""
+"""Operations of fused modules: dtypes and calls. ``test_swap`` checks their results in whole models."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ NORM = Norm(torch.linspace(0.5, 1.5, 16), 1e-5)
 
 
 class Kernels:
-    """Counts its calls and answers with ones."""
+    """Records its calls and returns ones."""
 
     def __init__(self):
         self.calls = []
@@ -35,20 +35,20 @@ def no_gradients():
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_a_norm_in_float16_with_weights_in_float32(tokens):
-    """transformers keeps some models' norms in float32; and 60,000 times a weight is more than float16 holds."""
+def test_float16_norms_with_float32_weights_do_not_overflow(tokens):
+    """transformers keeps some models' norms in float32, and 60,000 times a weight overflows float16."""
     x, norm = torch.full((1, tokens, 16), 60_000.0, dtype=torch.float16), Norm(torch.full((16,), 2.0), 1e-5)
     normed = Operations(None).normed(x, norm)
     assert normed.dtype == x.dtype
     torch.testing.assert_close(normed, torch.full_like(x, 2.0))
 
 
-def test_angles_in_float32_leave_heads_in_their_own_dtype():
+def test_float32_angles_keep_the_dtype_of_heads():
     heads, cos, sin = random(1, 6, 3, 8).bfloat16(), random(1, 3, 8), random(1, 3, 8)
     assert {part.dtype for part in Operations(None).rotate(heads[:, :4], heads[:, 4:], cos, sin)} == {torch.bfloat16}
 
 
-def test_kernels_get_single_tokens_only():
+def test_kernels_get_only_single_contiguous_tokens():
     kernels = Kernels()
     operations, weight = Operations(kernels), random(8, 16)
     assert torch.equal(operations.project(random(1, 1, 16), weight), torch.ones(1, 1, 8))
@@ -60,7 +60,7 @@ def test_kernels_get_single_tokens_only():
     assert kernels.calls == ["project", "gated"]
 
 
-def test_a_merged_linear_computes_once_and_keeps_nothing():
+def test_a_merged_linear_computes_once_and_caches_nothing():
     linears = [nn.Linear(16, size, bias=True) for size in (8, 4, 4)]
     x = random(1, 2, 16)
     expected = [linear(x) for linear in linears]
@@ -77,7 +77,7 @@ def test_a_merged_linear_computes_once_and_keeps_nothing():
     assert len(products) == 2
 
 
-def test_the_norm_and_the_residual_serve_one_call():
+def test_norm_and_residual_apply_to_one_call():
     linear, x, residual = nn.Linear(16, 8), random(1, 2, 16), random(1, 2, 8)
     plain = linear(x)
     output = Output(linear, Operations(None))

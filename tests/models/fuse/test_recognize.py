@@ -30,7 +30,7 @@ def with_class(module, **members):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_rms_norm_and_its_epsilon(dtype):
+def test_rms_norms_are_recognized_with_their_epsilon(dtype):
     module = tiny_models.model("llama", dtype).model.norm
     norm = rms_norm(module)
     assert norm.weight is module.weight
@@ -58,7 +58,7 @@ def failing_norm():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_times_one_plus_its_weight(dtype):
+def test_norms_scaled_by_one_plus_weight_are_recognized(dtype):
     norm = tiny_models.model("gemma", dtype).model.norm
     found, x = rms_norm(norm), torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(found.weight, 1 + norm.weight.float())
@@ -76,14 +76,14 @@ def test_a_norm_times_one_plus_its_weight(dtype):
         lambda: nn.Linear(4, 4),
     ],
 )
-def test_what_is_no_rms_norm(make):
+def test_other_modules_are_not_rms_norms(make):
     assert rms_norm(make()) is None
 
 
 # ---- attention
 
 
-def test_projections_that_can_be_merged():
+def test_separate_projections_can_be_merged():
     assert is_attention(layer_of("llama").self_attn)
     assert is_attention(layer_of("qwen2").self_attn)
     assert not is_attention(layer_of("phi3").self_attn), "merged already"
@@ -94,11 +94,11 @@ def test_projections_that_can_be_merged():
     [
         pytest.param(lambda it: it.k_proj.half(), id="other dtype"),
         pytest.param(lambda it: setattr(it, "v_proj", nn.Linear(64, 32, bias=True)), id="another bias"),
-        pytest.param(lambda it: setattr(it.q_proj, "forward", lambda x: x), id="own forward"),
+        pytest.param(lambda it: setattr(it.q_proj, "forward", lambda x: x), id="another forward"),
         pytest.param(lambda it: with_class(it.q_proj), id="subclass"),
     ],
 )
-def test_projections_that_cannot_be_merged(change):
+def test_unlike_projections_cannot_be_merged(change):
     attention = tiny_models.fresh("llama").model.layers[0].self_attn
     change(attention)
     assert not is_attention(attention)
@@ -112,7 +112,7 @@ def test_only_unquantized_linears_are_plain():
     assert not is_plain(nn.Bilinear(2, 2, 2))
 
 
-def test_tensors_of_a_quantizer_are_not_plain():
+def test_torchao_tensors_are_not_plain():
     """They claim to be floating point and can be sliced, but do not support torch.cat, which merging needs."""
     torchao = pytest.importorskip("torchao.quantization")
     linear = nn.Linear(64, 64)
@@ -142,7 +142,7 @@ def no_residual(layer):
     with_class(layer, forward=forward)
 
 
-def test_a_layer():
+def test_a_decoder_layer_is_recognized():
     model = tiny_models.model("llama")
     assert is_layer(model.model.layers[0], *parts_of(model))
     assert not is_layer(model.model.layers[0], set(), parts_of(model)[1])
@@ -155,10 +155,10 @@ def test_a_layer():
         no_residual,
         pytest.param(lambda it: setattr(it.mlp, "act_fn", nn.GELU()), id="another activation"),
         pytest.param(lambda it: setattr(it, "extra", nn.Identity()), id="another child"),
-        pytest.param(lambda it: setattr(it.self_attn, "gate", nn.Linear(64, 64)), id="another reader"),
+        pytest.param(lambda it: setattr(it.self_attn, "gate", nn.Linear(64, 64)), id="another projection"),
     ],
 )
-def test_what_is_no_layer(change):
+def test_a_changed_layer_is_not_recognized(change):
     model = tiny_models.fresh("llama")
     layer = model.model.layers[0]
     change(layer)
@@ -172,10 +172,10 @@ def test_what_is_no_layer(change):
 @pytest.mark.parametrize(
     ("name", "halves"), [("llama", True), ("qwen3", True), ("cohere", False), ("ernie4_5", False), ("nanochat", False)]
 )
-def test_a_rotation_of_halves(name, halves):
+def test_a_rotation_of_halves_is_recognized(name, halves):
     assert rotates_halves(inspect.unwrap(type(layer_of(name).self_attn).forward)) == halves
 
 
-def test_a_forward_without_rotation():
+def test_a_forward_without_rotation_is_not_recognized():
     assert not rotates_halves(nn.Linear.forward)
     assert not rotates_halves(None)

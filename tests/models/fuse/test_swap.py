@@ -22,8 +22,8 @@ PARTS = "norms, merged projections, rope"
 FUSED = {
     **dict.fromkeys(("llama", "llama-mha", "llama-head32", "llama-yarn", "qwen2", "qwen3", "mistral", "smollm3"), ALL),
     "qwen3_moe": PARTS,  # no gated MLP
-    "olmo2": PARTS,  # norms behind attention and MLP
-    "granite": PARTS,  # a factor before each sum
+    "olmo2": PARTS,  # norms after attention and MLP
+    "granite": PARTS,  # a factor on each branch
     **dict.fromkeys(("gemma", "gemma2", "gemma3"), ALL),  # GELU; norms of 1 + weight, in later ones before each sum too
     "ernie4_5": "norms, merged projections, fused layers",  # interleaved rotation
     "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
@@ -34,8 +34,8 @@ FUSED = {
 
 
 @pytest.fixture(autouse=True)
-def rows_as_they_are(monkeypatch):
-    """Makes the swapped modules independent of the processor's vendor."""
+def no_row_blocks(monkeypatch):
+    """Make the swapped modules independent of the processor's vendor."""
     monkeypatch.setattr(rows, "in_blocks", lambda: False)
 
 
@@ -82,11 +82,11 @@ def storages(model):
     return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
 
 
-# ---- what is fused ---------------------------------------------------------------------------------
+# ---- fused models ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "fused"), FUSED.items())
-def test_recognized_by_structure_and_the_same_afterwards(name, fused):
+def test_fused_models_compute_the_same(name, fused):
     model = tiny_models.fresh(name)
     plain = sample_logits(model)
     done = fuse(model, None)
@@ -101,7 +101,7 @@ def test_recognized_by_structure_and_the_same_afterwards(name, fused):
     thinned(["llama", "olmo2", "gpt_oss", "mixtral"], [torch.bfloat16, torch.float16]),
     ids=str,
 )
-def test_half_precision_takes_the_same_path(name, dtype):
+def test_half_precision_fuses_the_same_modules(name, dtype):
     """OLMo's angles are float32 in any dtype, as are the norms of gpt-oss; a mixture's tokens change experts."""
     in_float32 = fuse(tiny_models.fresh(name), None)
     assert in_float32.fused
@@ -109,7 +109,7 @@ def test_half_precision_takes_the_same_path(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["gemma", "cohere", "qwen3_moe"])
-def test_every_linear_takes_one_row_by_blocks_where_that_is_faster(monkeypatch, name):
+def test_every_linear_multiplies_rows_in_blocks_if_faster(monkeypatch, name):
     monkeypatch.setattr(rows, "in_blocks", lambda: True)
     model = tiny_models.fresh(name)
     plain = sample_logits(model)
@@ -120,7 +120,7 @@ def test_every_linear_takes_one_row_by_blocks_where_that_is_faster(monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_one_tokens_products_go_through_the_kernels(name):
+def test_single_tokens_use_the_kernels(name):
     model, kernels = tiny_models.fresh(name), TorchKernels()
     plain = sample_logits(model)
     assert fuse(model, kernels).fused == ALL
@@ -132,7 +132,7 @@ def test_one_tokens_products_go_through_the_kernels(name):
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="no Triton interpreter"
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_with_the_triton_kernels(name):
+def test_triton_kernels_compute_the_same(name):
     pytest.importorskip("triton")
     from kvchat.models.fuse import kernels
 
@@ -142,7 +142,7 @@ def test_with_the_triton_kernels(name):
     assert relative_error(sample_logits(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
 
 
-def test_the_bundled_model():
+def test_the_bundled_model_is_fused():
     loaded = load_model(Load("bundled", "cpu"), lambda stage: None)
     assert loaded.fused == ALL
     plain = load_model(Load("bundled", "cpu", fast=False), lambda stage: None)
@@ -151,11 +151,11 @@ def test_the_bundled_model():
     assert relative_error(sample_logits(loaded.model), sample_logits(plain.model)) < 1e-5
 
 
-# ---- what stays ------------------------------------------------------------------------------------
+# ---- side effects ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_merged_weights_take_no_memory(name):
+def test_merged_weights_take_no_extra_memory(name):
     model = tiny_models.fresh(name)
     before = weight_bytes(model), {key: value.clone() for key, value in model.state_dict().items()}
     fuse(model, None)
@@ -165,7 +165,7 @@ def test_merged_weights_take_no_memory(name):
     assert all(torch.equal(after[key], before[1][key]) for key in after)
 
 
-def test_the_probe_sees_the_same():
+def test_probing_a_fused_model_gives_the_same():
     model = tiny_models.fresh("qwen3")
     plain = probe(model)
     fuse(model, None)
@@ -174,7 +174,7 @@ def test_the_probe_sees_the_same():
     assert all(torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(seen.rotations, plain.rotations, strict=True))
 
 
-def test_other_models_of_the_process_stay_as_they_are():
+def test_other_models_in_the_process_are_not_changed():
     other, model = tiny_models.fresh("llama"), tiny_models.fresh("llama")
     before = sample_logits(other)
     fuse(model, None)
@@ -182,7 +182,7 @@ def test_other_models_of_the_process_stay_as_they_are():
     assert torch.equal(sample_logits(other), before)
 
 
-def test_projections_called_alone_or_with_other_inputs():
+def test_merged_projections_can_be_called_in_any_order():
     model = tiny_models.fresh("qwen2")
     attention = model.model.layers[0].self_attn
     plain = {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")}
@@ -195,7 +195,7 @@ def test_projections_called_alone_or_with_other_inputs():
             torch.testing.assert_close(getattr(attention, name)(inputs[index]), right[name][index])
 
 
-def test_a_forward_that_failed_leaves_nothing_behind():
+def test_a_failed_forward_leaves_no_state():
     model = tiny_models.fresh("llama")
     fuse(model, None)
     before = sample_logits(model)
@@ -210,7 +210,7 @@ def test_a_forward_that_failed_leaves_nothing_behind():
     assert torch.equal(sample_logits(model), before)
 
 
-# ---- what is undone --------------------------------------------------------------------------------
+# ---- undone fusions --------------------------------------------------------------------------------
 
 
 class WrongKernels(TorchKernels):
@@ -233,7 +233,7 @@ class FailingKernels(TorchKernels):
 @pytest.mark.parametrize(
     ("kernels", "why"), [(WrongKernels, "differ"), (FailingKernels, "RuntimeError: no C compiler")]
 )
-def test_kernels_that_fail_are_done_without(kernels, why):
+def test_failing_kernels_are_not_used(kernels, why):
     model = tiny_models.fresh("llama")
     plain = sample_logits(model)
     done = fuse(model, kernels())
@@ -260,29 +260,29 @@ def test_a_wrong_fusion_is_undone(monkeypatch, wrong):
 
 
 @pytest.mark.cuda
-def test_kernels_are_taken_on_a_gpu():
+def test_kernels_are_used_only_on_a_gpu():
     assert modules.kernels_for(torch.device("cpu")) is None
     assert modules.kernels_for(torch.device("cuda")) is not None
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_fused_step_can_be_captured(dtype):
+def test_a_cuda_graph_can_capture_a_fused_step(dtype):
     """There is no read-back and no allocation that a CUDA graph cannot record."""
     model = tiny_models.fresh("llama", dtype).cuda()
     fuse(model, modules.kernels_for(model.device))
 
-    class Itself:
+    class OwnValue:
         def attention(self, layer, query, key, value, spec):
             return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 
     ids, position = torch.zeros(1, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attention_hook.forward(model, ids, position, Itself(), logits=True)
+        attention_hook.forward(model, ids, position, OwnValue(), logits=True)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = attention_hook.forward(model, ids, position, Itself(), logits=True)
+        captured = attention_hook.forward(model, ids, position, OwnValue(), logits=True)
     ids.fill_(7)
     graph.replay()
-    assert torch.equal(captured, attention_hook.forward(model, ids, position, Itself(), logits=True))
+    assert torch.equal(captured, attention_hook.forward(model, ids, position, OwnValue(), logits=True))
