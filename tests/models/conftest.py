@@ -1,4 +1,4 @@
-"""Fixtures: folders of tiny models, and a machine without network."""
+"""Fixtures: folders of tiny models, a machine without a network, a small GPU."""
 
 import socket
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from kvchat.models.load import load_model
 from kvchat.models.support import import_transformers
 from kvchat.protocol.messages import Load
 
-import_transformers()  # before tests import parts of it, with torch's compiler, sympy and torchao
+import_transformers()  # before tests import parts of it together with torch's compiler, sympy and torchao
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def small_gpu(monkeypatch):
-    """A GPU in name only, with 2 MB free."""
+    """A fake GPU with 2 MB free."""
     monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")

@@ -55,25 +55,25 @@ def test_half_precision_stays_within_its_tolerance(name, dtype):
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *tiny_models.HYBRID])
-def test_nothing_in_the_configuration_speaks_against_what_runs(name):
+def test_supported_configurations_are_not_refused(name):
     config = tiny_models.config(name)
     assert refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]) is None
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
-def test_refused_before_a_weight_is_read(name, reason):
+def test_unsupported_configurations_are_refused(name, reason):
     config = tiny_models.config(name)
     assert reason in refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
 
 
 @pytest.mark.parametrize("name", ["llama4", "jamba"])
-def test_the_selftest_catches_what_the_configuration_would_not_tell(name):
+def test_the_selftest_catches_what_the_config_does_not_show(name):
     with pytest.raises(ModelError, match=r"differ"):
         selftest(tiny_models.model(name))
 
 
 @pytest.mark.parametrize("name", tiny_models.HYBRID)
-def test_hybrids_with_their_state_equal_eager(name):
+def test_hybrids_with_their_recurrent_state_equal_eager(name):
     assert selftest(tiny_models.model(name), chunked=reads_chunks(tiny_models.model(name))) < 5e-6
 
 
@@ -83,7 +83,7 @@ def test_a_state_that_cannot_be_copied_is_refused(name, reason):
         reads_chunks(tiny_models.model(name))
 
 
-def test_chunks_across_longropes_switch_equal_one_long_prefill():
+def test_chunks_across_the_longrope_switch_equal_one_prefill():
     ids, manager, model = torch.arange(100), DenseManager(), tiny_models.fresh("llama-longrope")
     whole = attention_hook.forward(model, ids, ids, DenseManager(), logits=True)
     pin_frequencies(model)
@@ -92,7 +92,7 @@ def test_chunks_across_longropes_switch_equal_one_long_prefill():
     torch.testing.assert_close(last, whole, atol=1e-4, rtol=1e-5)
 
 
-# ---- Hybrid models: K/V by the KV manager, recurrent state by transformers, and every way back exact
+# ---- Hybrid models: K/V in the KV manager, recurrent state in transformers, and exact rewinding
 
 
 PROMPT, NEW = token_ids(150), 14
@@ -116,8 +116,8 @@ def generated(name: str, extra: int = 0) -> list[int]:
     model = tiny_models.fresh(name)
     model.set_attn_implementation("eager")
     ids = torch.tensor([PROMPT + token_ids(extra, seed=1)])
-    made = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    return made[0, ids.shape[1] :].tolist()
+    output = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    return output[0, ids.shape[1] :].tolist()
 
 
 def runner_of_mode(name: str, mode: str) -> ModelRunner:
@@ -136,7 +136,7 @@ def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]
 
 
 @pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID if WHOLE else tiny_models.STATES, [*MODES]))
-def test_a_question_asked_again_is_answered_again(name, mode):
+def test_rewound_hybrids_give_the_same_answers(name, mode):
     """Regenerating, continuing a stopped answer, an edited question, and a question after a truncation."""
     runner = runner_of_mode(name, mode)
     assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
@@ -172,7 +172,7 @@ def failing(*args, **kwargs):
     raise ArithmeticError("as memory that runs out would")
 
 
-def test_rereading_changes_no_stored_byte():
+def test_recomputing_the_state_changes_no_stored_kv():
     runner = runner_of(model_of("qwen3_next"))
     greedy(runner, prefilled(runner, PROMPT))
     kept = len(PROMPT) + 9
@@ -185,19 +185,19 @@ def test_rereading_changes_no_stored_byte():
             assert torch.equal(old, new)
 
 
-def test_only_layers_that_attend_have_k_and_v():
+def test_only_attention_layers_have_kv():
     model = model_of("nemotron_h")
     assert (model.layers, model.model.config.num_hidden_layers) == (2, 4)
     assert runner_of(model).kv.state.geometry.layers == 2
 
 
-def test_jamba_reads_what_follows_token_by_token():
+def test_jamba_reads_the_tail_token_by_token():
     assert [name for name in tiny_models.HYBRID if not model_of(name).reads_chunks] == ["jamba"]
     runner = runner_of(model_of("jamba"))
     assert [len(chunk) for chunk, _ in runner.prefill(PROMPT)] == [len(PROMPT) - TAIL, *[1] * TAIL]
 
 
-def test_snapshots_thin_out_and_the_nearest_is_put_back():
+def test_snapshots_thin_out_and_the_nearest_is_restored():
     runner = runner_of(model_of("qwen3_5"))
     ids = token_ids(470)
     runner.chunk = 30
@@ -213,7 +213,7 @@ def test_snapshots_thin_out_and_the_nearest_is_put_back():
     assert len(state.unread) == 1
 
 
-def test_a_long_answer_is_kept_now_and_then():
+def test_snapshots_are_taken_during_a_long_answer():
     runner = runner_of(model_of("lfm2"))
     prefilled(runner, PROMPT[:20])
     for token in token_ids(EVERY + 5):
@@ -222,7 +222,7 @@ def test_a_long_answer_is_kept_now_and_then():
     assert len(runner.recurrent.unread) == 2
 
 
-def test_a_model_whose_layers_all_attend_has_no_state():
+def test_a_model_without_recurrent_layers_has_no_state():
     state = RecurrentState(tiny_models.config("llama"))
     state.commit([1, 2, 3])
     state.keep()

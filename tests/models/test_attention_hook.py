@@ -42,7 +42,7 @@ def ids(n):
     return torch.arange(3, 3 + n)
 
 
-def test_shapes_in_and_out():
+def test_shapes_of_inputs_and_output():
     recorder = Recorder()
     output, weights = call(Layer(7), recorder)
     layer, query, key, value, _ = recorder.calls[0]
@@ -53,7 +53,7 @@ def test_shapes_in_and_out():
     assert weights is None
 
 
-def test_specs_are_data():
+def test_specs_hold_the_arguments_of_the_call():
     recorder, sinks = Recorder(), torch.randn(4)
     call(Layer(), recorder, scaling=0.25, sliding_window=8, softcap=50.0, s_aux=sinks)
     spec = recorder.calls[0][-1]
@@ -61,7 +61,7 @@ def test_specs_are_data():
     assert spec.sinks is sinks
 
 
-def test_specs_are_built_once_a_layer():
+def test_specs_are_built_once_per_layer():
     recorder, first, second = Recorder(), Layer(0), Layer(1)
     for module in (first, second, first):
         call(module, recorder)
@@ -70,7 +70,7 @@ def test_specs_are_built_once_a_layer():
     assert one is not other
 
 
-def test_no_scaling_is_the_usual_one():
+def test_missing_scaling_becomes_the_usual_value():
     recorder = Recorder()
     call(Layer(), recorder, scaling=None)
     assert recorder.calls[0][-1].scaling == 8**-0.5
@@ -85,19 +85,19 @@ def test_no_scaling_is_the_usual_one():
         ({"dropout": 0.1}, "training mode"),
     ],
 )
-def test_what_is_not_done_is_refused(kwargs, reason):
+def test_unsupported_arguments_are_refused(kwargs, reason):
     with pytest.raises(ModelError, match=f"Layer .*{reason}"):
         call(Layer(), **kwargs)
 
 
-def test_an_argument_that_appears_later_is_refused_too():
+def test_unsupported_arguments_of_later_calls_are_refused():
     module = Layer()
     call(module, indices=None)
     with pytest.raises(ModelError, match="indices"):
         call(module, indices=torch.arange(3))
 
 
-def test_attention_to_later_tokens_is_refused():
+def test_non_causal_attention_is_refused():
     module = Layer()
     module.is_causal = False
     with pytest.raises(ModelError, match="later tokens"):
@@ -105,17 +105,17 @@ def test_attention_to_later_tokens_is_refused():
 
 
 @pytest.mark.parametrize("layer", [None, -1])  # as in Zamba and in Zamba2
-def test_a_module_without_a_layer_is_refused(layer):
+def test_modules_without_a_layer_index_are_refused(layer):
     with pytest.raises(ModelError, match="Layer"):
         call(Layer(layer))
 
 
-def test_no_backend_is_an_error():
+def test_attention_without_a_backend_is_an_error():
     with pytest.raises(EngineError, match="without a KV manager"):
         attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
 
 
-def test_backends_nest_and_are_put_back():
+def test_backends_nest_and_are_restored():
     outer, inner = Recorder(), Recorder()
     with attention_hook.bound(outer):
         call(Layer(), inner)
@@ -127,17 +127,17 @@ def test_backends_nest_and_are_put_back():
         attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
 
 
-def test_two_models_in_two_threads_keep_apart():
+def test_models_in_two_threads_do_not_interfere():
     backends = {name: DenseManager() for name in ("llama", "qwen3")}
     alone = {
         name: attention_hook.forward(tiny_models.model(name), ids(9), torch.arange(9), DenseManager(), logits=True)
         for name in backends
     }
-    meeting = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def run(name):
         for position in torch.arange(9).split(1):
-            meeting.wait(timeout=PATIENCE_S)
+            barrier.wait(timeout=PATIENCE_S)
             model = tiny_models.model(name)
             logits = attention_hook.forward(model, ids(9)[position], position, backends[name], logits=True)
         return logits
@@ -147,14 +147,14 @@ def test_two_models_in_two_threads_keep_apart():
             torch.testing.assert_close(together, logits, atol=2e-4, rtol=2e-5)
 
 
-def test_logits_are_the_last_tokens_in_float32():
+def test_logits_of_the_last_token_are_float32():
     model = tiny_models.model("llama", torch.bfloat16)
     logits = attention_hook.forward(model, ids(5), torch.arange(5), DenseManager(), logits=True)
     assert (logits.shape, logits.dtype) == ((tiny_models.VOCAB,), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "gemma3"])
-def test_without_logits_the_same_keys_arrive_and_no_head_runs(name):
+def test_without_logits_the_hook_gets_the_same_keys(name):
     model, with_head, without = tiny_models.model(name), Recorder(), Recorder()
     assert attention_hook.forward(model, ids(4), torch.arange(4), with_head, logits=True) is not None
     assert attention_hook.forward(model, ids(4), torch.arange(4), without, logits=False) is None
@@ -163,7 +163,7 @@ def test_without_logits_the_same_keys_arrive_and_no_head_runs(name):
         assert torch.equal(one[2], other[2])
 
 
-# ---- The reference attention against loops over single numbers: it is what everything else is compared with
+# ---- The reference attention, with which everything else is compared, against loops over single numbers
 
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -201,12 +201,12 @@ def by_hand(query, key, spec):
 
 @pytest.mark.parametrize("n", [1, 4, 7])
 @pytest.mark.parametrize("spec", SPECS, ids=["plain", "window", "softcap", "sinks", "all"])
-def test_weights(spec, n):
+def test_weights_match_plain_loops(spec, n):
     query, key = random(4, n, 8), random(2, 7, 8)
     torch.testing.assert_close(weights(query, key, spec), by_hand(query, key, spec), atol=1e-6, rtol=1e-5)
 
 
-def test_the_result_is_the_weighted_mean_of_the_groups_values():
+def test_attention_is_the_weighted_mean_of_the_groups_values():
     query, key, value = random(4, 3, 8), random(2, 5, 8), random(2, 5, 6)
     attended, shares = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), SPECS[0])
     assert (attended.shape, attended.dtype, shares.dtype) == ((4, 3, 6), torch.bfloat16, torch.float32)

@@ -1,4 +1,4 @@
-"""The models on this machine, in a made-up home."""
+"""The models on this machine, in a fake home directory."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ from kvchat.tui.models import DOWNLOAD
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub, and a home without other programs' models."""
+    """An empty hub cache, and a home without models of other programs."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def copy_bundled(folder: Path, *names: str) -> Path:
 
 
 def downloaded(cache: Path, repository: str) -> Path:
-    """The folder of a snapshot, with the references that the hub's library writes."""
+    """The folder of a snapshot, with the references that huggingface_hub writes."""
     top = cache / f"models--{repository.replace('/', '--')}"
     (top / "refs").mkdir(parents=True)
     (top / "refs" / "main").write_text("0123abc")
@@ -58,13 +58,13 @@ def downloaded(cache: Path, repository: str) -> Path:
     return top / "snapshots" / "0123abc"
 
 
-def test_without_anything_else_there_is_the_bundled_model(cache, tmp_path):
+def test_the_bundled_model_is_always_found(cache, tmp_path):
     (only,) = find([tmp_path / "not there"])
     assert (only.name, only.kind, only.weights.quantization, only.problem) == ("bundled", "bundled", "", "")
     assert only.weights.dtype == "bfloat16"
 
 
-def test_folders_gguf_files_and_the_hubs_cache(cache, tmp_path):
+def test_folders_gguf_files_and_the_hub_cache_are_searched(cache, tmp_path):
     copy_bundled(tmp_path / "mine" / "publisher" / "model")
     (tmp_path / "mine" / "publisher" / "q4.gguf").write_bytes(gguf_header(("a", (256, 16), 12)))
     (tmp_path / "mine" / "publisher" / "mmproj-q4.gguf").write_bytes(b"")
@@ -80,7 +80,7 @@ def test_folders_gguf_files_and_the_hubs_cache(cache, tmp_path):
     assert "no weights" in found["org/begun"].problem
 
 
-def test_a_fetched_model_is_listed_by_its_short_name(cache):
+def test_a_downloaded_named_model_is_listed_by_its_name(cache):
     paths.models_dir().mkdir(parents=True)
     (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (256, 16), 12)))
     found = {model.name: model for model in find([])}
@@ -89,7 +89,7 @@ def test_a_fetched_model_is_listed_by_its_short_name(cache):
     assert catalog.is_here("smollm2")
 
 
-def test_a_damaged_model_is_listed_with_what_is_wrong(cache, tmp_path):
+def test_a_damaged_model_is_listed_with_its_problem(cache, tmp_path):
     damaged = copy_bundled(tmp_path / "a")
     (damaged / "model.safetensors").write_bytes(b"no")
     (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
@@ -109,7 +109,7 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache, tmp_path):
     assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
 
 
-def test_a_quantized_checkpoint_says_so(cache, tmp_path):
+def test_quantized_checkpoints_show_method_and_dtype(cache, tmp_path):
     folder = copy_bundled(tmp_path / "a")
     for config, dtype in (
         ({}, "float32"),
@@ -124,14 +124,14 @@ def test_a_quantized_checkpoint_says_so(cache, tmp_path):
         assert (found.weights.quantization, found.weights.dtype) == ("gptq", dtype)
 
 
-def test_what_was_typed(cache, tmp_path, monkeypatch):
+def test_a_typed_path_is_recognized(cache, tmp_path, monkeypatch):
     copy_bundled(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     found = catalog.at(Path("~/model"))
     assert found
     assert (found.name, found.kind) == ("~/model", "folder")
-    for nothing in ("org/model", "\0", "x" * 5000):
-        assert catalog.at(Path(nothing)) is None
+    for other in ("org/model", "\0", "x" * 5000):
+        assert catalog.at(Path(other)) is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_was_typed(cache, tmp_path, monkeypatch):
         ("config.json", json.dumps({"model_type": ["llama"]})),
     ],
 )
-def test_whatever_one_model_leads_to_stands_in_its_row(cache, tmp_path, file, content):
+def test_a_hostile_model_only_affects_its_own_row(cache, tmp_path, file, content):
     (copy_bundled(tmp_path / "all" / "hostile") / file).write_text(content)
     copy_bundled(tmp_path / "all" / "whole")
     began = time.process_time()
@@ -152,7 +152,7 @@ def test_whatever_one_model_leads_to_stands_in_its_row(cache, tmp_path, file, co
     assert hostile.problem
 
 
-def test_files_are_known_by_their_first_bytes(cache, tmp_path):
+def test_files_are_recognized_by_their_first_bytes(cache, tmp_path):
     content = gguf_header(("a", (256, 16), 12))
     (tmp_path / "all").mkdir()
     for name in ("x.GGUF", "sha256-0123", "notes"):
@@ -162,7 +162,7 @@ def test_files_are_known_by_their_first_bytes(cache, tmp_path):
     assert catalog.at(tmp_path / "all" / "notes") is None
 
 
-def test_other_programs_models(cache, tmp_path):
+def test_models_of_other_programs_are_found(cache, tmp_path):
     home, content = tmp_path / "home", gguf_header(("a", (256, 16), 12))
     for place in ("models/q.gguf", ".lmstudio/models/org/repo/q.gguf", ".cache/llama.cpp/q.gguf"):
         (home / place).parent.mkdir(parents=True)
@@ -230,7 +230,7 @@ GiB = 2**30
         ("float32", Room("cuda", 4 * GiB), (32, None)),
     ],
 )
-def test_whether_it_fits(dtype, room, expected):
+def test_fit_names_the_size_and_the_quantization_needed(dtype, room, expected):
     found = fit(FoundModel("m", "folder", linears(8 * GiB)), dtype, room)
     assert (found.needed / GiB, found.quantize) == expected
 
@@ -247,7 +247,7 @@ def test_whether_it_fits(dtype, room, expected):
         ("gguf", "Q4_K", 2**23, "bfloat16"),
     ],
 )
-def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype):
+def test_the_dtype_on_a_cpu_depends_on_the_weights(method, stored, mlp, dtype):
     weights = linears(GiB, stored, method=method, quantization=method, mlp=mlp)
     assert dtype_of(weights, "auto", Room("cpu", 0)) == dtype
     assert dtype_of(linears(GiB), "float32", Room("cpu", 0)) == "float32"
@@ -256,7 +256,7 @@ def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype):
 @pytest.mark.parametrize(
     ("stored", "bits", "free", "expected"),
     [
-        ("Q4_K", 4.6, 12, (4.25, "none")),  # packed in int4 by itself
+        ("Q4_K", 4.6, 12, (4.25, "none")),  # packed in int4 by default
         ("Q8_0", 8.5, 12, (8, "none")),
         ("Q8_0", 8.5, 7, (8, "int4")),
         ("Q4_K", 4.6, 4, (4.25, None)),
@@ -265,23 +265,23 @@ def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype):
     ],
 )
 @pytest.mark.parametrize("kind", ["GGUF", "hub", "Ollama"])
-def test_whether_a_gguf_file_fits(kind, stored, bits, free, expected):
+def test_fit_of_a_gguf_file_starts_from_its_type(kind, stored, bits, free, expected):
     weights = linears(8 * GiB, stored, method="gguf", layer_bits=bits)
     found = fit(FoundModel("m", kind, weights), "auto", Room("cuda", free * GiB))
     assert (pytest.approx(found.needed / GiB, rel=0.01), found.quantize) == expected
 
 
-def test_the_room_on_a_gpu(monkeypatch):
+def test_gpu_room_includes_released_memory(monkeypatch):
     monkeypatch.setattr(profiles, "_torch_without_cuda", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(memory=8 * GiB, used=3 * GiB, capability=(8, 6))))
     assert room("auto", released=GiB) == Room("cuda", 6 * GiB, (8, 6))
 
 
-def test_what_cannot_be_read_has_no_fit():
+def test_unreadable_models_have_no_fit():
     assert fit(FoundModel("m", "folder", problem="damaged"), "auto", Room("cpu", GiB)) is None
 
 
-# ---- Downloads from a hub on this machine: whole, cut off and gone on with, refused
+# ---- Downloads from a hub on this machine: whole, interrupted and resumed, refused
 
 
 WEIGHTS = LARGE + 12_345
@@ -309,8 +309,8 @@ def hub(tmp_path):
 
 
 def fetching(hub: FakeHub, cache: Path, name: str = "org/model") -> subprocess.Popen[str]:
-    given = {**environ(), "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
-    return subprocess.Popen([sys.executable, "-c", FETCH, name], stdout=subprocess.PIPE, env=given, text=True)
+    env = {**environ(), "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+    return subprocess.Popen([sys.executable, "-c", FETCH, name], stdout=subprocess.PIPE, env=env, text=True)
 
 
 def fetched(hub: FakeHub, cache: Path, name: str = "org/model") -> str:
@@ -319,7 +319,7 @@ def fetched(hub: FakeHub, cache: Path, name: str = "org/model") -> str:
         return process.communicate(timeout=600)[0].splitlines()[-1]
 
 
-def test_a_download_that_was_cut_off_goes_on(hub, tmp_path):
+def test_an_interrupted_download_resumes(hub, tmp_path):
     hub.pause = 0.01
     with fetching(hub, tmp_path / "cache") as process:
         assert process.stdout
@@ -334,10 +334,10 @@ def test_a_download_that_was_cut_off_goes_on(hub, tmp_path):
         assert (folder / name).read_bytes() == (hub.folder / name).read_bytes()
     assert not list(tmp_path.rglob("*.partial"))
     fetched(hub, tmp_path / "cache")
-    assert len(hub.ranges) == 2, "what is there is not downloaded again"
+    assert len(hub.ranges) == 2, "a complete download is not repeated"
 
 
-def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub, tmp_path):
+def test_unknown_gated_and_unreachable_models_differ_in_errors(hub, tmp_path):
     assert "no model org/modle" in fetched(hub, tmp_path, "org/modle")
     hub.gated = True
     assert "org/model is gated" in fetched(hub, tmp_path)
@@ -345,7 +345,7 @@ def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub, tmp_path):
     assert not lacks(fetched(hub, tmp_path), "org/model", "cannot be reached")
 
 
-def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(monkeypatch, tmp_path):
+def test_progress_bars_are_silent_after_a_download(monkeypatch, tmp_path):
     bars: list[Any] = []
 
     def snapshot(*_, tqdm_class, **__):
@@ -354,24 +354,24 @@ def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(monkeypatc
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(hub_module, "large_files", lambda *_: iter(()))
-    said: list[str] = []
-    hub_module.download("org/model", ["*"], said.append)
-    before = len(said)
+    shown: list[str] = []
+    hub_module.download("org/model", ["*"], shown.append)
+    before = len(shown)
     bars[0].update(2)
     bars[0].close()
-    assert len(said) == before
+    assert len(shown) == before
 
 
-# ---- The words about a download and about reading weights
+# ---- The progress line of a download and of reading weights
 
 
-def test_speed_and_time_left_are_of_the_last_seconds():
-    now, said = iter([0.0, 0.5, 2.0, 3.0, 4.0]), []
-    progress = ByteProgress(said.append, "Downloading", lambda: next(now))
+def test_speed_and_time_left_cover_the_last_seconds():
+    now, shown = iter([0.0, 0.5, 2.0, 3.0, 4.0]), []
+    progress = ByteProgress(shown.append, "Downloading", lambda: next(now))
     for done in (100, 150, 200, 250, 400):
         with contextlib.suppress(StopIteration):
             progress.report(done * 2**20, 400 * 2**20)
-    first, *others = said
+    first, *others = shown
     assert first == "Downloading ▰▰▱▱▱▱▱▱ 100 MiB of 400 MiB"
     expected = (
         ("200 MiB of 400 MiB", "50.0 MiB/s", "4.0 s"),
@@ -381,11 +381,11 @@ def test_speed_and_time_left_are_of_the_last_seconds():
     assert not [lacks(line, *facts) for line, facts in zip(others, expected, strict=True) if lacks(line, *facts)]
 
 
-# ---- The download's process: it does not outlive the application
+# ---- The download process does not outlive the application
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything():
+def test_a_download_without_its_application_exits_at_once():
     no_parent = str(os.getpid() - 1)
     command = [sys.executable, "-X", "importtime", "-m", "kvchat.models.download", no_parent, "bundled"]
     result = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True)
@@ -395,8 +395,8 @@ def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything(
     assert "kvchat.models.checkpoint" not in imported
 
 
-def test_the_application_starts_a_download_that_ends_with_it():
+def test_the_application_passes_its_pid_to_a_download():
     assert DOWNLOAD[-2:] == ("kvchat.models.download", str(os.getpid()))
     command = [*DOWNLOAD, "bundled"]
-    said = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout
-    assert said.splitlines()[-1] == b'{"done": "bundled"}'
+    shown = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout
+    assert shown.splitlines()[-1] == b'{"done": "bundled"}'

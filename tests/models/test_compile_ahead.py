@@ -14,11 +14,11 @@ from support.progress import silent
 
 from kvchat.kv.ops import cpu_ops
 from kvchat.models import compile_ahead as ahead
-from kvchat.models.compile_ahead import begin  # the suite's own waits until all are compiled
+from kvchat.models.compile_ahead import begin  # the suite patches it to wait until all are compiled
 
 QUICK = "kvchat.models.quantize.block_loops"
-# Does as told but compiles nothing: notes each name with the priority that it has then, once it may.
-PRETEND = """
+# Compiles nothing: writes down each name with the priority of the process, once there is no file "held".
+FAKE_COMPILER = """
 import os, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
@@ -50,7 +50,7 @@ input()
 
 
 @pytest.fixture(autouse=True)
-def afresh(monkeypatch):
+def fresh_state(monkeypatch):
     """Nothing is compiled before the test, and nothing is waited for after it."""
     monkeypatch.setattr(ahead, "_current", None)
     monkeypatch.setattr(cpu_ops, "awaited", {})
@@ -58,7 +58,7 @@ def afresh(monkeypatch):
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """numba's cache, empty; only the loops that compile fastest are compiled."""
+    """An empty numba cache; only the loops that compile fastest are compiled."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead, "MODULES", (QUICK,))
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)
@@ -66,14 +66,14 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def pretended(cache, monkeypatch, tmp_path):
+def fake_compilers(cache, monkeypatch, tmp_path):
     """Processes that only pretend to compile three modules."""
     monkeypatch.setattr(ahead, "MODULES", ("one", "two", "three"))
     monkeypatch.setattr(ahead, "_key", str)
     started = []
 
     def start(dtype):
-        command = [sys.executable, "-c", PRETEND, str(tmp_path)]
+        command = [sys.executable, "-c", FAKE_COMPILER, str(tmp_path)]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         return started[-1]
 
@@ -86,13 +86,13 @@ def stamps(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow("a process compiles")
-def test_torch_goes_on_until_they_are_compiled_once_and_for_all(cache):
-    told: list[str] = []
+def test_torch_is_used_until_loops_are_compiled(cache):
+    stages: list[str] = []
     begin(torch.float32)
     assert cpu_ops.compiled_loops(QUICK) is None
     assert ahead.is_running()
-    ahead.finish(told.append)
-    assert told
+    ahead.finish(stages.append)
+    assert stages
     assert [*cache.rglob("block_loops.*.nbc")]
     assert cpu_ops.compiled_loops(QUICK) is sys.modules[QUICK]
     assert len(stamps(cache)) == 1
@@ -101,8 +101,8 @@ def test_torch_goes_on_until_they_are_compiled_once_and_for_all(cache):
 
 
 @pytest.mark.slow("a process compiles while a model is loaded and answers")
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes there are")
-def test_a_first_answer_waits_for_no_loop_and_no_process_survives(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_first_answer_waits_for_no_loop_and_compilers_end(tmp_path):
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", IN_COLD_CACHE]
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
@@ -114,7 +114,7 @@ def test_a_first_answer_waits_for_no_loop_and_no_process_survives(tmp_path):
     assert stamps(tmp_path) == []
 
 
-def test_other_sources_are_compiled_again(cache, monkeypatch, tmp_path):
+def test_changed_sources_are_compiled_again(cache, monkeypatch, tmp_path):
     before = ahead._key(torch.float32)
     assert ahead._key(torch.bfloat16) != before
     other = tmp_path / "other.py"
@@ -129,13 +129,13 @@ def test_other_sources_are_compiled_again(cache, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_what_no_loop_reads_is_not_compiled_for(dtype, monkeypatch):
+def test_dtypes_that_no_loop_reads_are_not_compiled(dtype, monkeypatch):
     monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("it compiles"))
     begin(dtype)
     assert cpu_ops.awaited == {}
 
 
-def test_where_a_process_fails_torch_goes_on_and_only_what_is_needed_is_compiled_here(cache, monkeypatch):
+def test_after_a_failed_process_only_needed_loops_are_compiled(cache, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     begin(torch.float32)
     ahead.finish(silent)
@@ -144,12 +144,12 @@ def test_where_a_process_fails_torch_goes_on_and_only_what_is_needed_is_compiled
     assert stamps(cache) == []
 
 
-def test_where_a_process_is_killed_the_others_do_what_is_left(pretended, cache, monkeypatch):
+def test_other_processes_finish_the_work_of_a_killed_one(fake_compilers, cache, monkeypatch):
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
     (cache / "held").touch()
     begin(torch.float32)
-    wait_until(lambda: len(ahead._current._left) == 1)  # both have begun one
-    pretended[0].kill()
+    wait_until(lambda: len(ahead._current._left) == 1)  # each has begun one module
+    fake_compilers[0].kill()
     (cache / "held").unlink()
     ahead.finish(silent)
     assert len(cpu_ops.awaited) == 1
@@ -157,7 +157,7 @@ def test_where_a_process_is_killed_the_others_do_what_is_left(pretended, cache, 
     assert stamps(cache) == []
 
 
-def test_without_memory_for_a_process_torch_goes_on(cache, monkeypatch):
+def test_torch_is_used_without_memory_for_a_process(cache, monkeypatch):
     def fail(dtype):
         raise OSError(errno.ENOMEM, "no memory")
 
@@ -168,7 +168,7 @@ def test_without_memory_for_a_process_torch_goes_on(cache, monkeypatch):
     assert cpu_ops.compiled_loops(QUICK) is None
 
 
-def test_what_could_not_be_kept_is_compiled_when_it_is_asked_for(monkeypatch):
+def test_nothing_is_compiled_ahead_without_a_cache_folder(monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/no-folder")
     monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("it compiles"))
     begin(torch.float32)
@@ -176,25 +176,25 @@ def test_what_could_not_be_kept_is_compiled_when_it_is_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize("processors", [1, 2, 64])
-def test_each_module_is_compiled_by_one_process(processors, pretended, cache, monkeypatch):
+def test_each_module_is_compiled_by_one_process(processors, fake_compilers, cache, monkeypatch):
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: processors)
     begin(torch.float32)
     ahead.finish(silent)
     assert sorted(line.split()[0] for line in (cache / "compiled").read_text().splitlines()) == ["one", "three", "two"]
-    assert len(pretended) == min(processors, ahead.MOST)
-    assert all(child.poll() is not None for child in pretended)
+    assert len(fake_compilers) == min(processors, ahead.MOST)
+    assert all(child.poll() is not None for child in fake_compilers)
     assert stamps(cache) == ["kvchat-torch.float32"]
 
 
-def test_what_is_waited_for_comes_first_and_all_else_only_takes_time_that_nobody_wants(pretended, cache):
+def test_awaited_modules_come_first_and_others_at_low_priority(fake_compilers, cache):
     begin(torch.float32, ["three"])
     ahead.finish(silent)
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    own_priority = os.getpriority(os.PRIO_PROCESS, 0)
     compiled = [line.split() for line in (cache / "compiled").read_text().splitlines()]
-    assert compiled == [["three", str(ours)], ["one", "19"], ["two", "19"]]
+    assert compiled == [["three", str(own_priority)], ["one", "19"], ["two", "19"]]
 
 
-def test_for_another_dtype_the_first_is_left_to_the_next_start(pretended, cache):
+def test_compiling_for_another_dtype_replaces_the_first(fake_compilers, cache):
     (cache / "held").touch()
     begin(torch.float32)
     before = ahead._current
@@ -206,10 +206,10 @@ def test_for_another_dtype_the_first_is_left_to_the_next_start(pretended, cache)
     assert cpu_ops.awaited == {}
     assert stamps(cache) == ["kvchat-torch.bfloat16", "kvchat-torch.float32"]
     begin(torch.float32)
-    assert not ahead.is_running(), "they were compiled for it too"
+    assert not ahead.is_running(), "bfloat16 includes the loops of float32"
 
 
-def test_a_wait_can_be_left_while_they_are_compiled(pretended, cache):
+def test_waiting_can_be_interrupted(fake_compilers, cache):
     def stop(stage):
         raise KeyboardInterrupt
 
@@ -222,7 +222,7 @@ def test_a_wait_can_be_left_while_they_are_compiled(pretended, cache):
     ahead.finish(silent)
 
 
-def test_every_module_of_loops_is_named():
+def test_every_module_with_loops_is_listed():
     files = [
         *(ahead.paths.PACKAGE / "kv/ops/numba").glob("*.py"),
         *(ahead.paths.PACKAGE / "models").rglob("*_loops.py"),
@@ -237,7 +237,7 @@ def test_every_module_of_loops_is_named():
         import_module(name)
 
 
-# ---- What is imported for a model, and what is not
+# ---- Imports for a model
 
 
 LOADS = """
@@ -267,7 +267,7 @@ print(is_torchao_available())
 
 
 @pytest.mark.slow("a process imports torch's compiler")
-def test_a_model_is_loaded_without_torchs_compiler_which_is_there_when_asked_for():
+def test_loading_does_not_import_torchs_compiler():
     done = subprocess.run([sys.executable, "-c", LOADS, "bundled"], capture_output=True, text=True, check=True)
     imported, listed, bert, package, old, compiled, in_place, has_torchao = done.stdout.splitlines()
     assert imported == "[]"

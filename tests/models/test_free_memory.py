@@ -18,18 +18,18 @@ CASES = {
     "experts": (lambda: tiny_models.fresh("mixtral", torch.bfloat16), "bfloat16", "int4"),
     "experts with biases": (lambda: tiny_models.fresh("gpt_oss"), "float32", "int8"),
     "no vision encoder is loaded": (lambda: tiny_multimodal.fresh("llava").bfloat16(), "bfloat16", "none"),
-    "half of what is stored": (lambda: tiny_models.fresh("llama"), "bfloat16", "none"),
-    "twice what is stored": (lambda: tiny_models.fresh("llama", torch.bfloat16), "float32", "none"),
-    "packed": (lambda: tiny_models.fresh("llama"), "float32", "int8"),
+    "half the stored size": (lambda: tiny_models.fresh("llama"), "bfloat16", "none"),
+    "twice the stored size": (lambda: tiny_models.fresh("llama", torch.bfloat16), "float32", "none"),
+    "quantized": (lambda: tiny_models.fresh("llama"), "float32", "int8"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_refused_where_they_have_no_room(case, tmp_path, monkeypatch):
+def test_weights_that_do_not_fit_are_refused(case, tmp_path, monkeypatch):
     build, dtype, quantize = CASES[case]
     tiny_multimodal.save(build(), tmp_path)
-    asked = Load(str(tmp_path), "cpu", dtype, quantize=quantize)
-    needed = load_model(asked, silent).weight_bytes
+    request = Load(str(tmp_path), "cpu", dtype, quantize=quantize)
+    needed = load_model(request, silent).weight_bytes
     monkeypatch.setattr(available, "host_free", lambda: int(0.99 * needed))
     described = description.describe(str(tmp_path), "cpu", dtype, silent)
     with pytest.raises(DoesNotFitError, match=r"this machine's memory.* take"):
@@ -47,14 +47,14 @@ def test_weights_are_refused_where_they_have_no_room(case, tmp_path, monkeypatch
         ("int4", 100_000, "smaller model, or free"),
     ],
 )
-def test_a_quantization_is_named_that_fits(folder, monkeypatch, quantize, free, hint):
+def test_the_error_names_a_quantization_that_fits(folder, monkeypatch, quantize, free, hint):
     monkeypatch.setattr(available, "host_free", lambda: free)
     described = description.describe(str(folder), "cpu", "float32", silent)
     with pytest.raises(DoesNotFitError, match=hint):
         raise reading.does_not_fit(described, quantize)
 
 
-def test_what_is_larger_than_the_free_memory_of_the_machine_is_loaded_by_force_only(folder, monkeypatch):
+def test_weights_larger_than_free_memory_need_force(folder, monkeypatch):
     monkeypatch.setattr(available, "host_free", lambda: 1000)
     with pytest.raises(DoesNotFitError, match=r"memory.* 582 KiB.* 1000 B.*--force"):
         load_model(Load(str(folder), "cpu", "float32"), silent)
@@ -62,7 +62,7 @@ def test_what_is_larger_than_the_free_memory_of_the_machine_is_loaded_by_force_o
 
 
 @pytest.mark.parametrize(("quantize", "taken"), [("none", "33.01"), ("int8", "19.63")])
-def test_weights_larger_than_the_free_memory_of_a_gpu_are_refused_unread(small_gpu, quantize, taken):
+def test_weights_larger_than_free_gpu_memory_are_refused(small_gpu, quantize, taken):
     described = description.describe("bundled", "cuda", "auto", silent)
     with pytest.raises(DoesNotFitError, match=rf"bundled.*GPU X.* {taken}.* 1.91 MiB of 22.35"):
         reading.check(described, quantize)
@@ -72,12 +72,12 @@ def test_weights_larger_than_the_free_memory_of_a_gpu_are_refused_unread(small_g
 
 
 @pytest.mark.parametrize(("device", "message"), [("gpu", '"gpu"'), ("meta", '"meta"'), ("cuda:x", '"cuda:x"')])
-def test_a_device_that_is_not(device, message):
+def test_an_unknown_device_is_refused(device, message):
     with pytest.raises(UsageError, match=message):
         resolve_device(device)
 
 
-def test_cuda_without_a_gpu(monkeypatch):
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_device("auto") == torch.device("cpu")
@@ -85,7 +85,7 @@ def test_cuda_without_a_gpu(monkeypatch):
         resolve_device("cuda")
 
 
-def test_a_gpu_that_is_not(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
@@ -94,7 +94,7 @@ def test_a_gpu_that_is_not(monkeypatch):
         resolve_device("cuda:2")
 
 
-def test_layers_go_to_the_gpus_beside_the_device(monkeypatch):
+def test_layers_go_to_the_other_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     second = torch.device("cuda:1")
@@ -117,14 +117,14 @@ def test_layers_go_to_the_gpus_beside_the_device(monkeypatch):
         ("cpu", None, torch.bfloat16, torch.float32),
     ],
 )
-def test_auto_dtype(monkeypatch, device, capability, own, expected):
+def test_auto_dtype_depends_on_device_and_model(monkeypatch, device, capability, own, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = SimpleNamespace(dtype=own, model_type="llama")
     config.get_text_config = lambda decoder: config
     assert resolve_dtype("auto", config, torch.device(device)) == expected
 
 
-def test_gemma_3_is_refused_in_float16_before_its_weights_are_read():
+def test_gemma_3_is_refused_in_float16():
     config = Gemma3TextConfig()
     with pytest.raises(UsageError, match=r"float16.*65,504"):
         resolve_dtype("float16", config, torch.device("cpu"))
@@ -132,29 +132,29 @@ def test_gemma_3_is_refused_in_float16_before_its_weights_are_read():
     assert resolve_dtype("auto", config, torch.device("cuda")) == torch.float32
 
 
-# ---- The dtype of "auto" on a CPU: measured for large models, told, and float32 for small ones
+# ---- The dtype of "auto" on a CPU: measured for large models, with a note, and float32 for small ones
 
 
 CPU = torch.device("cpu")
 
 
 def config(rows: int, columns: int, own: torch.dtype | None = torch.bfloat16) -> SimpleNamespace:
-    made = SimpleNamespace(dtype=own, intermediate_size=rows, hidden_size=columns)
-    made.get_text_config = lambda decoder: made
-    return made
+    result = SimpleNamespace(dtype=own, intermediate_size=rows, hidden_size=columns)
+    result.get_text_config = lambda decoder: result
+    return result
 
 
 @pytest.mark.parametrize(
     ("exact", "half", "chosen"),
     [(20.0, 10.0, torch.bfloat16), (20.0, 19.0, torch.float32), (10.0, 20.0, torch.float32)],
 )
-def test_what_is_clearly_faster_is_taken_and_told(monkeypatch, exact, half, chosen):
+def test_auto_dtype_takes_bfloat16_if_clearly_faster(monkeypatch, exact, half, chosen):
     monkeypatch.setattr(description, "milliseconds", lambda rows, columns: (exact, half))
     large = config(14336, 4096)
     assert resolve_dtype("auto", large, CPU) == chosen
-    told = description.note("auto", chosen, large)
-    assert bool(told) == (chosen == torch.bfloat16)
-    assert not told or not lacks(told, "10.0 ms", "20.0 ms", "model.dtype = float32")
+    note = description.note("auto", chosen, large)
+    assert bool(note) == (chosen == torch.bfloat16)
+    assert not note or not lacks(note, "10.0 ms", "20.0 ms", "model.dtype = float32")
     assert resolve_dtype("bfloat16", large, CPU) == torch.bfloat16
     assert description.note("bfloat16", torch.bfloat16, large) == ""
 
@@ -162,12 +162,12 @@ def test_what_is_clearly_faster_is_taken_and_told(monkeypatch, exact, half, chos
 @pytest.mark.parametrize(
     "small", [config(1024, 384), config(0, 4096), config(14336, 4096, torch.float32), config(14336, 4096, None)]
 )
-def test_small_models_and_others_are_not_measured(monkeypatch, small):
+def test_small_and_other_models_are_not_measured(monkeypatch, small):
     monkeypatch.setattr(description, "milliseconds", None)
     assert resolve_dtype("auto", small, CPU) == torch.float32
 
 
-def test_both_are_measured_once(monkeypatch):
+def test_both_dtypes_are_measured_once(monkeypatch):
     description.milliseconds.cache_clear()
     called, linear = [], description.one_product
     monkeypatch.setattr(description, "one_product", lambda *args: called.append(args) or linear(*args))

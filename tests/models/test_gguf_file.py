@@ -1,4 +1,4 @@
-"""Whatever a GGUF file's header says, the file is read, or refused immediately."""
+"""A GGUF file is read or refused immediately, whatever its header contains."""
 
 import struct
 from contextlib import nullcontext
@@ -22,38 +22,38 @@ HEADER = gguf_header(("output_norm", (64,), 0), ("blk.0", (64, 32), 0)) + bytes(
 EXTREMES = [0, 1, 2, 8, 9, 13, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**60, 2**63 - 1, 2**63, 2**64 - 1]
 
 
-def lying(place: bytes, value: int, before: bytes) -> bytes:
-    """The header with the eight bytes after the first ``place`` replaced; they were ``before``."""
+def with_value(place: bytes, value: int, before: bytes) -> bytes:
+    """The header with ``value`` in the eight bytes after ``place``, which were ``before``."""
     assert HEADER.count(place + before) == 1
     return HEADER.replace(place + before, place + struct.pack("<Q", value))
 
 
 SCORES, TOKENS = struct.pack("<II", 9, 6), struct.pack("<II", 9, 8)
 TWO = struct.pack("<Q", 2)
-LIES = {
-    "a list of 2**60 numbers": lying(SCORES, 2**60, TWO),
-    "a list of 2**60 texts": lying(TOKENS, 2**60, TWO),
-    "2**60 tensors": lying(b"GGUF" + struct.pack("<I", 3), 2**60, TWO),
-    "a text of 2**64 - 1": HEADER.replace(struct.pack("<Q", 20), struct.pack("<Q", 2**64 - 1)),
+CORRUPT = {
+    "a list of 2**60 numbers": with_value(SCORES, 2**60, TWO),
+    "a list of 2**60 strings": with_value(TOKENS, 2**60, TWO),
+    "2**60 tensors": with_value(b"GGUF" + struct.pack("<I", 3), 2**60, TWO),
+    "a string of length 2**64 - 1": HEADER.replace(struct.pack("<Q", 20), struct.pack("<Q", 2**64 - 1)),
     "2**32 - 1 dimensions": HEADER.replace(b"blk.0" + struct.pack("<I", 2), b"blk.0" + struct.pack("<I", 2**32 - 1)),
     "a tensor larger than the file": HEADER.replace(struct.pack("<IQ", 2, 64), struct.pack("<IQ", 2, 2**50)),
-    "no type": HEADER.replace(SCORES, struct.pack("<II", 99, 6)),
+    "an unknown type": HEADER.replace(SCORES, struct.pack("<II", 99, 6)),
     "another byte order": b"GGUF" + struct.pack(">I", 3) + HEADER[8:],
     "an old version": b"GGUF" + struct.pack("<I", 1) + HEADER[8:],
-    "another file": b"not at all",
-    "nothing": b"",
+    "not a GGUF file": b"not at all",
+    "empty": b"",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", LIES.values(), ids=LIES)
-def test_what_lies_is_refused(tmp_path, content):
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_corrupt_headers_are_refused(tmp_path, content):
     assert content != HEADER
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ValueError, match=r"\w"):
         gguf_file.read(tmp_path / "x.gguf")
 
 
-def test_values_and_tensors(tmp_path):
+def test_values_and_tensors_are_read(tmp_path):
     (tmp_path / "x").write_bytes(HEADER)
     found = gguf_file.read(tmp_path / "x")
     assert found.values == {
@@ -79,12 +79,12 @@ def test_values_and_tensors(tmp_path):
         (None, "no weights"),  # a vocabulary alone
     ],
 )
-def test_what_is_no_language_model_is_named(tmp_path, values, says):
+def test_files_that_are_not_language_models_are_named(tmp_path, values, says):
     (tmp_path / "x.gguf").write_bytes(gguf_header() if values is None else gguf_header(("a", (4,), 0), values=values))
     assert says in gguf_file.read(tmp_path / "x.gguf").no_model
 
 
-def test_the_parts_of_a_split_model_are_read_as_one(tmp_path):
+def test_parts_of_a_split_model_are_read_as_one(tmp_path):
     count = [number("split.count", 2), number("split.tensors.count", 3)]
     first, second = (tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2))
     first.write_bytes(gguf_header(("a", (4,), 0), values=count))
@@ -97,9 +97,9 @@ def test_the_parts_of_a_split_model_are_read_as_one(tmp_path):
         assert found.paths == (first, second)
 
 
-def test_whatever_is_in_a_header_reading_ends(tmp_path):
+def test_any_header_is_read_or_refused(tmp_path):
     path = tmp_path / "x.gguf"
-    taken = []
+    accepted = []
 
     @fuzzed
     @example([])
@@ -119,13 +119,13 @@ def test_whatever_is_in_a_header_reading_ends(tmp_path):
             return
         assert found.layer_bits >= 0
         assert isinstance(found.no_model, str)
-        taken.append(tuple(changes))
+        accepted.append(tuple(changes))
 
     mutate()
-    assert () in taken
+    assert () in accepted
 
 
-def test_types_are_those_of_the_package():
+def test_types_match_the_gguf_package():
     gguf = pytest.importorskip("gguf")
     sizes = {kind: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
     assert {int(kind): (kind.name, *size) for kind, size in sizes.items()} == gguf_file.TYPES
@@ -136,7 +136,7 @@ def test_types_are_those_of_the_package():
 
 
 @pytest.mark.parametrize("kind", [24, 41])
-def test_weights_that_cannot_be_unpacked_are_refused_and_listed_so(tmp_path, kind):
+def test_types_that_cannot_be_unpacked_are_refused_and_listed(tmp_path, kind):
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf_header(("blk.0.ffn_up.weight", (256, 32), kind)))
     with pytest.raises(ModelError, match=gguf_file.TYPES[kind][0]):
@@ -144,16 +144,16 @@ def test_weights_that_cannot_be_unpacked_are_refused_and_listed_so(tmp_path, kin
     assert gguf_file.TYPES[kind][0] in catalog.at(path).problem
 
 
-# ---- The scaling of positions in GGUF files, which transformers cannot read
+# ---- RoPE scaling in GGUF files, which transformers cannot read
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-OF_LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 500000.0, **LLAMA3}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 500000.0, **LLAMA3}
 
 
 def divisors():
-    """Those that llama.cpp's converter writes for Llama 3.2, of a head of 32."""
-    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=dict(OF_LLAMA3))
+    """The divisors that llama.cpp's converter writes for Llama 3.2, for a head of 32."""
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=dict(LLAMA3_ROPE))
     plain = 500000.0 ** (-torch.arange(16) / 16)
     return (plain / LlamaRotaryEmbedding(config).inv_freq).numpy()
 
@@ -165,8 +165,8 @@ def rope_of(path, kind="llama", kv=None, tensors=None):
     return describe(str(path), "cpu", "float32", silent).text_config.rope_parameters
 
 
-def test_llama_3s_divisors_are_its_scaling(tmp_path):
-    assert rope_of(tmp_path, tensors={"rope_freqs.weight": divisors()}) == OF_LLAMA3
+def test_llama_3_divisors_become_rope_parameters(tmp_path):
+    assert rope_of(tmp_path, tensors={"rope_freqs.weight": divisors()}) == LLAMA3_ROPE
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_llama_3s_divisors_are_its_scaling(tmp_path):
         ),
     ],
 )
-def test_a_factor_is_its_scaling(tmp_path, kv, scaling):
+def test_scaling_keys_become_rope_parameters(tmp_path, kv, scaling):
     assert rope_of(tmp_path, kv=kv) == {"rope_theta": 500000.0, **scaling}
 
 
-def test_gemmas_sliding_layers_are_not_scaled(tmp_path):
+def test_sliding_layers_of_gemma_are_not_scaled(tmp_path):
     rope = rope_of(tmp_path, "gemma3", {"scaling.type": "linear", "scaling.factor": 8.0})
     assert rope["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0}
     assert rope["sliding_attention"]["rope_type"] == "default"
@@ -208,13 +208,13 @@ def test_gemmas_sliding_layers_are_not_scaled(tmp_path):
         ({"scaling.type": "longrope"}, {}, "by longrope without its divisors"),
     ],
 )
-def test_what_transformers_has_no_scaling_for_is_refused(tmp_path, kv, tensors, reason):
+def test_scaling_that_transformers_lacks_is_refused(tmp_path, kv, tensors, reason):
     with pytest.raises(ModelError, match=reason):
         rope_of(tmp_path, kv=kv, tensors=tensors)
 
 
-def test_phis_two_sets_of_divisors_are_longropes(tmp_path):
-    """As in files of Phi-3-mini-128k and Phi-4-mini; computed so, logits are those of llama.cpp within 0.001."""
+def test_phi_divisors_become_longrope_factors(tmp_path):
+    """As in files of Phi-3-mini-128k and Phi-4-mini; logits then equal those of llama.cpp within 0.001."""
     tensors = {
         f"rope_factors_{name}.weight": np.full(16, value, np.float32) for name, value in [("long", 3), ("short", 2)]
     }

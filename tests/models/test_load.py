@@ -28,10 +28,10 @@ from kvchat.models.quantize.rows import ThreadBudget
 from kvchat.paths import INDEX
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 
-# ---- what is loaded --------------------------------------------------------------------------------
+# ---- loaded models ---------------------------------------------------------------------------------
 
 
-def test_the_bundled_model(no_network, capfd):
+def test_the_bundled_model_loads_silently_without_a_network(no_network, capfd):
     stages = []
     loaded = load_model(Load("bundled", "cpu"), stages.append)
     assert (loaded.layers, loaded.q_heads, loaded.kv_heads, loaded.d_k, loaded.d_v) == (8, 8, 4, 64, 64)
@@ -40,15 +40,15 @@ def test_the_bundled_model(no_network, capfd):
     assert loaded.weight_bytes == sum(p.nbytes for p in loaded.model.parameters()) + 2 * 32 * 4
     assert loaded.notes == ()
     assert not loaded.model.training
-    # Compiling is said the first time on a machine, and the bytes read at most once a second.
-    now_and_then = "Compiling", "Loading the weights ▰", "Loading the weights ▱"
-    said = [stage for stage in stages if not stage.startswith(now_and_then)]
-    assert said == ["Loading the tokenizer", "Loading the weights", "Preparing the model"]
+    # Compiling is shown only the first time on a machine, and the bytes read at most once a second.
+    occasional = "Compiling", "Loading the weights ▰", "Loading the weights ▱"
+    shown = [stage for stage in stages if not stage.startswith(occasional)]
+    assert shown == ["Loading the tokenizer", "Loading the weights", "Preparing the model"]
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_a_local_folder(folder, no_network, dtype, expected):
+def test_a_local_folder_loads_in_the_requested_dtype(folder, no_network, dtype, expected):
     loaded = load_model(Load(str(folder), "auto" if not torch.cuda.is_available() else "cpu", dtype), silent)
     assert loaded.dtype == loaded.model.dtype == expected
     assert loaded.context == tiny_models.CONTEXT
@@ -56,58 +56,58 @@ def test_a_local_folder(folder, no_network, dtype, expected):
 
 
 @pytest.mark.usefixtures("untested")
-def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
+def test_a_model_is_tested_once_per_machine(folder, monkeypatch, tmp_path):
     """Again if its weights, its config, kvchat's code or the processor change, or the saved result is damaged."""
     tested, layers = [], []
 
-    def passes(model, chunked):
+    def recording_selftest(model, chunked):
         tested.append(model)
         return selftest(model, chunked=chunked)
 
-    def installs(model, known=None):
+    def recording_install(model, known=None):
         layers.append(install(model, known))
         return layers[-1]
 
     selftest, install = load.selftest, attention_hook.install
-    monkeypatch.setattr(load, "selftest", passes)
-    monkeypatch.setattr(attention_hook, "install", installs)
-    monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # for the other processor, once more
-    asked = Load(str(folder), "cpu", "float32")
-    first, second = load_model(asked, silent), load_model(asked, silent)
+    monkeypatch.setattr(load, "selftest", recording_selftest)
+    monkeypatch.setattr(attention_hook, "install", recording_install)
+    monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # not again for the other processor
+    request = Load(str(folder), "cpu", "float32")
+    first, second = load_model(request, silent), load_model(request, silent)
     assert len(tested) == 1
     assert layers[0] == layers[1]
     assert (first.fused, first.notes, first.reads_chunks) == (second.fused, second.notes, second.reads_chunks)
     assert torch.equal(*(modules.sample_logits(loaded.model) for loaded in (first, second)))
     paths.tested_file().write_text('{"damaged')
-    load_model(asked, silent)
+    load_model(request, silent)
     other = shutil.copytree(folder, tmp_path / "other")
     edit_json(other / "config.json", rms_norm_eps=1e-3)
-    load_model(replace(asked, model=str(other)), silent)
+    load_model(replace(request, model=str(other)), silent)
     assert len(tested) == 3
     monkeypatch.setattr(load, "LIBRARIES", ())
-    load_model(asked, silent)
+    load_model(request, silent)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9")
-    load_model(asked, silent)
+    load_model(request, silent)
     assert len(tested) == 5
 
 
-def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
+def test_weights_are_installed_and_checked_on_free_cores(folder, monkeypatch):
     class OneCore(ThreadBudget):
         def sample(self):
             self.threads = 1
 
     threads, before = {}, torch.get_num_threads()
 
-    def noting(owner, name):
-        done = getattr(owner, name)
+    def record_threads(owner, name):
+        original = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *given: (threads.__setitem__(name, torch.get_num_threads()), done(*given))[1]
+            owner, name, lambda *args: (threads.__setitem__(name, torch.get_num_threads()), original(*args))[1]
         )
 
     torch.set_num_threads(2)
     monkeypatch.setattr(load, "ThreadBudget", OneCore)
-    noting(int8_rows, "install")
-    noting(support, "check_values")
+    record_threads(int8_rows, "install")
+    record_threads(support, "check_values")
     try:
         load_model(Load(str(folder), "cpu", "float32", quantize="int8"), silent)
         assert (threads, torch.get_num_threads()) == ({"install": 1, "check_values": 1}, 2)
@@ -115,13 +115,13 @@ def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_every_end_token_and_the_makers_temperature_count(folder):
+def test_generation_config_sets_end_tokens_and_temperature(folder):
     edit_json(folder / "generation_config.json", eos_token_id=[7, 8], temperature=0.3, do_sample=True)
     loaded = load_model(Load(str(folder), "cpu"), silent)
     assert (loaded.eos_ids, loaded.advised.temperature) == ({7, 8, 2, 4}, 0.3)
 
 
-def test_yarn_added_to_a_config_extends_the_context_and_its_attention_factor_counts(folder):
+def test_yarn_in_the_config_extends_the_context(folder):
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.5}
     edit_json(folder / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling=yarn)
     loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
@@ -130,8 +130,8 @@ def test_yarn_added_to_a_config_extends_the_context_and_its_attention_factor_cou
 
 
 @pytest.mark.parametrize("named", ["GPT2Tokenizer", "GemmaTokenizer"])
-def test_a_text_is_split_as_the_tokenizers_file_says_whatever_class_is_named(folder, named):
-    """Classes of transformers have steps of their own, which repositories of other tokenizers name."""
+def test_tokenizer_json_overrides_the_named_class(folder, named):
+    """Repositories name classes of transformers whose steps are not those of their tokenizer."""
     content = json.loads((folder / "tokenizer.json").read_text())
     letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"]["pretokenizers"].insert(0, letters)
@@ -142,8 +142,8 @@ def test_a_text_is_split_as_the_tokenizers_file_says_whatever_class_is_named(fol
     assert len(tokenizer.encode("a whale", add_special_tokens=False)) == len("a whale")
 
 
-def test_special_tokens_that_only_the_class_names_are_kept(folder):
-    """As in GPT-2's repository, whose tokenizer_config.json has nothing but a length."""
+def test_special_tokens_of_the_tokenizer_class_are_kept(folder):
+    """As in GPT-2's repository, whose tokenizer_config.json contains only a length."""
     stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stored.add_special_tokens(["<|endoftext|>"])
     stored.save(str(folder / "tokenizer.json"))
@@ -152,7 +152,7 @@ def test_special_tokens_that_only_the_class_names_are_kept(folder):
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
 
 
-def test_the_revision_follows_the_files(folder):
+def test_the_revision_changes_with_the_files(folder):
     def revision(folder):
         return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
 
@@ -165,7 +165,7 @@ def test_the_revision_follows_the_files(folder):
     assert revision(folder) != before
 
 
-def test_notes_name_what_a_person_should_know(tmp_path):
+def test_notes_name_extra_memory_and_a_missing_template(tmp_path):
     tiny_multimodal.save(tiny_models.model("deepseek_v3"), tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
@@ -174,22 +174,22 @@ def test_notes_name_what_a_person_should_know(tmp_path):
     assert "no chat template" in loaded.notes[1]
 
 
-def test_absolute_positions_are_noted(tmp_path):
+def test_absolute_positions_and_missing_tokens_are_noted(tmp_path):
     tiny_multimodal.save(tiny_models.model("gpt2"), tmp_path)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     streaming, tokenizer = loaded.notes
     assert "streaming" in streaming
-    assert ("8,192" in tokenizer, "199" in tokenizer) == (True, True), "rows of the embeddings that tokens lack"
+    assert ("8,192" in tokenizer, "199" in tokenizer) == (True, True), "embedding rows without a token"
 
 
-def test_transformers_is_as_loud_afterwards_as_before(folder):
+def test_loading_restores_the_verbosity_of_transformers(folder):
     verbosity = transformers.logging.get_verbosity()
     load_model(Load(str(folder), "cpu"), silent)
     assert transformers.logging.get_verbosity() == verbosity
     assert transformers.utils.logging.is_progress_bar_enabled()
 
 
-# ---- folders that are no models --------------------------------------------------------------------
+# ---- folders that are not models -------------------------------------------------------------------
 
 
 def gguf_only(folder):
@@ -206,7 +206,7 @@ def no_weights(folder):
         file.unlink()
 
 
-def an_adapter(folder):
+def adapter_only(folder):
     no_weights(folder)
     (folder / "adapter_config.json").write_text("{}")
 
@@ -236,7 +236,7 @@ DAMAGES = {
     "kvchat cannot run Mamba2ForCausalLM. None of its layers attends": recurrent,
     "has no weights. There is no model.safetensors.": no_weights,
     "There is no model.safetensors.index.json": lambda it: (it / INDEX).unlink(),
-    "It is an adapter (LoRA) for another model": an_adapter,
+    "It is an adapter (LoRA) for another model": adapter_only,
     "lacks 1 of its 2 weight files, such as model-00002-of-00002.safetensors": lambda it: (
         it / "model-00002-of-00002.safetensors"
     ).unlink(),
@@ -251,14 +251,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_a_folder_that_cannot_be_loaded(folder, no_network, message):
+def test_a_folder_that_cannot_be_loaded_is_refused(folder, no_network, message):
     DAMAGES[message](folder)
     with pytest.raises(ModelError) as caught:
         load_model(Load(str(folder), "cpu"), silent)
     assert message in str(caught.value)
 
 
-# ---- damaged and hostile models: refused within seconds, with the reason and no other error ------------
+# ---- damaged and hostile models: refused within seconds, with the reason and no other error --------
 
 WEIGHTS, CONFIG, EMBEDDING = "model.safetensors", "config.json", "model.embed_tokens.weight"
 
@@ -275,7 +275,7 @@ def sparse(folder, name: str, size: int) -> None:
 
 
 def with_row_of(value: float):
-    """Writes a value into a row of the embeddings whose token the self-test does not use."""
+    """A change that writes a value into an embedding row whose token the self-test does not use."""
     tested = set(torch.cat(_chunks(tiny_models.model("llama"))).tolist())
 
     def change(table: torch.Tensor) -> torch.Tensor:
@@ -287,20 +287,20 @@ def with_row_of(value: float):
 
 HOSTILE = {
     "weights of zeros": lambda it: sparse(it, WEIGHTS, 10**11),
-    "an index that leaves": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
-    "layers of text": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
+    "an index leading outside": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
+    "a number of layers in letters": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
     "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
-    "odd rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
-    "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
+    "unknown rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
+    "unknown activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
     "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
-    "an embedding of NaN that no test reads": lambda it: edit_tensor(it, EMBEDDING, with_row_of(torch.nan)),
-    "an embedding that is infinite": lambda it: edit_tensor(it, EMBEDDING, with_row_of(-torch.inf)),
+    "NaN in an embedding that no test reads": lambda it: edit_tensor(it, EMBEDDING, with_row_of(torch.nan)),
+    "an infinite embedding": lambda it: edit_tensor(it, EMBEDDING, with_row_of(-torch.inf)),
     "empty tokenizer": lambda it: (it / "tokenizer.json").write_text(""),
 }
 
 
 @pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
-def test_a_damaged_model_is_refused_in_seconds(llama_folder, damage):
+def test_a_hostile_model_is_refused_quickly(llama_folder, damage):
     damage(llama_folder)
     began = time.process_time()
     with pytest.raises(KvchatError) as caught:
@@ -310,27 +310,27 @@ def test_a_damaged_model_is_refused_in_seconds(llama_folder, damage):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
-def test_a_name_that_is_no_path_is_refused(name):
+def test_an_impossible_name_is_refused(name):
     with pytest.raises(ModelError) as caught:
         load_model(Load(name, "cpu"), silent)
     assert len(str(caught.value)) < 12_000
 
 
-def test_a_file_is_no_model(folder):
+def test_a_file_is_not_a_model(folder):
     with pytest.raises(ModelError, match="is a file"):
         load_model(Load(str(folder / "config.json"), "cpu"), silent)
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("message", "name"),
     [
         *(('folder "{}"', name) for name in ("/nowhere/model", "./model", "~/models/x", "a/b/c", "")),
         *(('file "{}"', name) for name in ("./model.gguf", "model.gguf", "models/q4.gguf")),
         *(("a server as http://", name) for name in ("127.0.0.1:8080", "host:8000/v1")),
     ],
 )
-def test_a_path_is_never_looked_for_on_the_hub(no_network, told, name):
-    with pytest.raises(ModelError, match=told.format(name)):
+def test_a_path_is_never_looked_up_on_the_hub(no_network, message, name):
+    with pytest.raises(ModelError, match=message.format(name)):
         load_model(Load(name, "cpu"), silent)
 
 
@@ -354,19 +354,19 @@ def answering(monkeypatch, answer):
         (OSError, "org/model cannot be downloaded"),
     ],
 )
-def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
+def test_errors_of_the_hub_are_distinguished(monkeypatch, error, message):
     answering(monkeypatch, error.__new__(error))
     with pytest.raises(ModelError, match=message):
         load_model(Load("org/model", "cpu"), silent)
 
 
-def test_offline_and_not_in_the_cache(no_network, monkeypatch, tmp_path):
+def test_an_uncached_model_is_refused_offline(no_network, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="cannot be reached"):
         load_model(Load("org/model", "cpu"), silent)
 
 
-def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(monkeypatch, folder):
     recurrent(folder)
     fetched = []
 
@@ -380,32 +380,32 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monke
     assert fetched == [["config.json"]]
 
 
-def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
+def test_the_revision_of_a_downloaded_model_is_its_commit(monkeypatch, folder):
     commit = folder.rename(folder.parent / "0123abc")
     answering(monkeypatch, commit)
     loaded = load_model(Load("org/model", "cpu"), silent)
     assert (loaded.name, loaded.revision) == ("org/model", "0123abc")
 
 
-def test_a_download_draws_nothing(capfd):
-    said = []
-    progress = ByteProgress(said.append, "Downloading")
+def test_a_download_prints_no_progress_bar(capfd):
+    shown = []
+    progress = ByteProgress(shown.append, "Downloading")
     bar = hub._reporter(progress.report)(total=3_000_000_000, unit="B", name="x", mininterval=0)
     bar.update(3_000_000_000)
     bar.close()
-    assert "Downloading ▰▰▰▰▰▰▰▰ 2.8 GiB of 2.8 GiB" in said
+    assert "Downloading ▰▰▰▰▰▰▰▰ 2.8 GiB of 2.8 GiB" in shown
     assert capfd.readouterr() == ("", "")
 
 
 # ---- dtypes and memory ------------------------------------------------------------------------------
 
 
-def test_a_dtype_that_is_not():
+def test_an_unknown_dtype_is_refused():
     with pytest.raises(UsageError, match='"float16"'):
         load_model(Load("bundled", "cpu", "floaty16"), silent)
 
 
-def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
+def test_gpu_memory_that_runs_out_while_loading_is_reported(small_gpu, folder, monkeypatch):
     def run_out(model, device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -416,7 +416,7 @@ def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
 
 @pytest.mark.parametrize("error", [HostMemoryError(2**40), MemoryError()])
 @pytest.mark.parametrize("where", ["from_pretrained", "to"])
-def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where, error):
+def test_host_memory_that_runs_out_while_loading_is_reported(folder, monkeypatch, where, error):
     def run_out(*args, **kwargs):
         raise error
 
@@ -425,11 +425,11 @@ def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where,
         load_model(Load(str(folder), "cpu", "float32"), silent)
 
 
-# ---- How a model's files advise that answers are drawn
+# ---- The sampling that a model's files recommend
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "told"),
+    ("values", "expected", "noted"),
     [
         ({}, Sampling(temperature=TEMPERATURE), []),
         ({"temperature": 0.3}, Sampling(temperature=0.3), []),
@@ -449,16 +449,16 @@ def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where,
         ({"temperature": 0.6, "top_k": "all"}, Sampling(temperature=TEMPERATURE), ["top_k all"]),
     ],
 )
-def test_all_of_it_is_taken_or_nothing_and_that_is_told(said, expected, told):
+def test_recommended_sampling_is_used_and_noted(values, expected, noted):
     config = GenerationConfig()
-    for name, value in said.items():
+    for name, value in values.items():
         setattr(config, name, value)
     assert checkpoint.sampling(config) == expected
-    assert bool(checkpoint.note(config)) == bool(told)
-    assert all(words in checkpoint.note(config) for words in told)
+    assert bool(checkpoint.note(config)) == bool(noted)
+    assert all(words in checkpoint.note(config) for words in noted)
 
 
-def test_a_gguf_file_may_advise_it_too():
+def test_a_gguf_file_can_recommend_sampling():
     config = GenerationConfig()
     checkpoint.take_from_gguf({"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "other": 1}, config)
     assert checkpoint.sampling(config) == Sampling(temperature=0.5, top_k=40)
@@ -471,7 +471,7 @@ def test_a_gguf_file_may_advise_it_too():
 
 @pytest.fixture
 def own_code(folder, tmp_path, monkeypatch):
-    """The folder has Python files that leave a mark when they run, and the user would agree to every question."""
+    """The folder has Python files that create ``mark`` when they run; a question on stdin fails the test."""
     mark = tmp_path / "it ran"
     for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
@@ -486,7 +486,7 @@ AUTO_MAP = {
 }
 
 
-def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, own_code):
+def test_a_model_that_needs_its_own_code_is_refused(folder, own_code):
     edit_json(folder / "config.json", model_type="mine", auto_map=AUTO_MAP)
     with pytest.raises(ModelError, match="code") as caught:
         load_model(Load(str(folder), "cpu"), lambda stage: None)
@@ -494,7 +494,7 @@ def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, o
     assert not own_code.exists()
 
 
-def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
+def test_own_code_of_a_known_architecture_is_not_run(folder, own_code):
     edit_json(folder / "config.json", auto_map=AUTO_MAP)
     edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
     assert load_model(Load(str(folder), "cpu"), lambda stage: None).layers == 4
@@ -507,12 +507,12 @@ def pickled(folder, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
 
 
-def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
+def test_a_pickle_next_to_the_weights_is_not_read(folder, monkeypatch):
     pickled(folder, monkeypatch)
     assert load_model(Load(str(folder), "cpu"), lambda stage: None).layers == 4
 
 
-def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
+def test_a_pickle_is_not_read_if_the_index_is_missing(folder, monkeypatch):
     pickled(folder, monkeypatch)
     (folder / INDEX).unlink()  # without it transformers does not find the safetensors
     with pytest.raises(ModelError, match=r"model\.safetensors"):

@@ -1,4 +1,4 @@
-"""Models in GGUF files."""
+"""Loading models from GGUF files."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def file(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent], ids=["file", "folder"])
-def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
+def test_a_gguf_file_loads_as_the_original_model(file, model, of, capfd):
     loaded = load_model(Load(str(of(file)), "cpu", quantize="none"), silent)
     assert (loaded.context, loaded.vocab, loaded.dtype) == (model.context, model.vocab, torch.float32)
     assert loaded.weight_bytes == pytest.approx(model.weight_bytes, rel=0.01), "unpacked"
@@ -45,7 +45,7 @@ def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_needs_room_for_what_stays_of_it_only(file, monkeypatch):
+def test_loading_needs_memory_only_for_packed_weights(file, monkeypatch):
     monkeypatch.setattr(available, "host_free", lambda: 40 * 2**20)  # 18 MiB in the file, 66 unpacked
     assert load_model(Load(str(file), "cpu"), silent).weights == "int8"
     with pytest.raises(DoesNotFitError):
@@ -65,7 +65,7 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
-# No file says the last three, which all models of this architecture have.
+# No file contains the last three, which all models of this architecture have.
 GPT_OSS = {
     "rope_type": "yarn",
     "rope_theta": 5e4,
@@ -94,8 +94,8 @@ GPT_OSS = {
         ("gpt_oss", "gpt-oss", {"rms_norm_eps": 0.1, "rope_parameters": GPT_OSS}),
     ],
 )
-def test_what_a_file_says_is_in_force_where_transformers_takes_a_default(tmp_path, name, kind, changes):
-    """Without it most of these load, and answer nonsense."""
+def test_values_of_the_file_override_those_of_transformers(tmp_path, name, kind, changes):
+    """With the defaults, most of these load and answer nonsense."""
     original = tiny_models.fresh(name, **{"vocab_size": 8192, **changes})
     write_tiny(tmp_path / "x.gguf", original, kind)
     loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
@@ -103,8 +103,8 @@ def test_what_a_file_says_is_in_force_where_transformers_takes_a_default(tmp_pat
     assert loaded.context == tiny_models.CONTEXT
 
 
-def test_a_model_called_mistral_is_a_llama(tmp_path):
-    """transformers reads another architecture for it, which has no file."""
+def test_a_model_called_mistral_loads_as_llama(tmp_path):
+    """transformers would read it as another architecture, which no file has."""
     original = tiny_models.fresh("llama", vocab_size=8192)
     write_tiny(tmp_path / "x.gguf", original, "llama", "mistral")
     loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
@@ -112,7 +112,7 @@ def test_a_model_called_mistral_is_a_llama(tmp_path):
 
 
 @pytest.mark.parametrize(("quantize", "error"), [("none", 1e-5), ("int8", 0.02)])
-def test_experts_in_mxfp4_are_read_in_the_order_of_the_model(tmp_path, quantize, error):
+def test_mxfp4_experts_are_read_in_the_models_order(tmp_path, quantize, error):
     original = tiny_models.fresh("gpt_oss", vocab_size=8192, rope_parameters=GPT_OSS)
     with torch.no_grad():
         for name, parameter in original.named_parameters():
@@ -125,7 +125,7 @@ def test_experts_in_mxfp4_are_read_in_the_order_of_the_model(tmp_path, quantize,
 
 
 def rounded(values, kind):
-    """The values of a tensor as a file of this type gives them back."""
+    """The values of a tensor after a round trip through this type."""
     import gguf
 
     type_ = gguf.GGMLQuantizationType[kind]
@@ -140,30 +140,30 @@ def rounded(values, kind):
         ("qwen2", "llama", r"no place for 12 tensors, such as blk\.0\.attn_k\.bias.*safetensors"),
     ],
 )
-@pytest.mark.parametrize("meet", [lambda load: load_model(load, silent), lambda load: memory_plan(load, 1, silent)])
-def test_tensors_without_a_place_are_refused_before_any_is_read(tmp_path, name, kind, reason, meet, monkeypatch):
+@pytest.mark.parametrize("use", [lambda load: load_model(load, silent), lambda load: memory_plan(load, 1, silent)])
+def test_unexpected_and_missing_tensors_are_refused_before_reading(tmp_path, name, kind, reason, use, monkeypatch):
     monkeypatch.setattr(gguf, "values", None)
     write_tiny(tmp_path / "x.gguf", tiny_models.fresh(name, vocab_size=8192), kind)
     with pytest.raises(ModelError, match=reason):
-        meet(Load(str(tmp_path), "cpu", quantize="none"))
+        use(Load(str(tmp_path), "cpu", quantize="none"))
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda it: b"not at all", "is damaged"),
         (lambda it: it[:5000], "is damaged"),
-        (lambda it: it[:500_000], r"damaged.* bytes"),  # not downloaded to its end
+        (lambda it: it[:500_000], r"damaged.* bytes"),  # an incomplete download
         (lambda it: it.rstrip(b"\0")[:-1], r"damaged.* bytes"),
     ],
 )
-def test_a_damaged_file_is_refused(file, tmp_path, damage, said):
+def test_a_damaged_file_is_refused(file, tmp_path, damage, message):
     (tmp_path / "cut.gguf").write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         load_model(Load(str(tmp_path / "cut.gguf"), "cpu"), silent)
 
 
-def test_a_gguf_file_is_packed_in_int8_and_int4_only(file):
+def test_a_gguf_file_supports_only_int8_and_int4(file):
     with pytest.raises(ModelError, match=r"GGUF.*nf4.*--quantize none"):
         load_model(Load(str(file), "cpu", quantize="nf4"), silent)
     with pytest.raises(UsageError, match="no quantization"):
@@ -172,7 +172,7 @@ def test_a_gguf_file_is_packed_in_int8_and_int4_only(file):
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), Path.mkdir])
 @pytest.mark.parametrize("of", [lambda path: path, lambda path: path.parent, lambda path: "x.gguf"])
-def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
+def test_broken_links_and_folders_are_refused_quickly(tmp_path, monkeypatch, make, of):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "x.gguf")
     began = time.process_time()
@@ -181,7 +181,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
     assert time.process_time() - began < 1
 
 
-def test_of_several_files_one_must_be_given(tmp_path):
+def test_a_folder_with_several_files_is_refused(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="several GGUF files"):
@@ -189,26 +189,26 @@ def test_of_several_files_one_must_be_given(tmp_path):
     assert checkpoint.locate(str(tmp_path / "b.gguf"), silent).gguf == "b.gguf"
 
 
-def test_a_projector_and_an_adapter_lie_beside_a_model(tmp_path):
+def test_projectors_and_adapters_in_a_folder_are_ignored(tmp_path):
     tensor = ("output_norm", (64,), 0)
-    beside = {"mmproj-a.gguf": text("general.type", "mmproj"), "lora.gguf": text("adapter.type", "lora")}
-    for name, value in beside.items():
+    others = {"mmproj-a.gguf": text("general.type", "mmproj"), "lora.gguf": text("adapter.type", "lora")}
+    for name, value in others.items():
         (tmp_path / name).write_bytes(gguf_header(tensor, values=[value]) + bytes(800))
     (tmp_path / "model.gguf").write_bytes(gguf_header(tensor) + bytes(800))
     assert checkpoint.locate(str(tmp_path), silent).gguf == "model.gguf"
 
 
-def test_a_file_of_a_repository(tmp_path, monkeypatch):
-    asked = []
+def test_a_file_of_a_repository_is_downloaded(tmp_path, monkeypatch):
+    requested = []
 
     def snapshot_download(name, *, allow_patterns, **kwargs):
-        asked.append((name, allow_patterns))
+        requested.append((name, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelError, match=r"q4\.gguf"):
         checkpoint.locate("org/model:q4.gguf", silent)
-    assert asked == [("org/model", ["q4.gguf"])]
+    assert requested == [("org/model", ["q4.gguf"])]
     with pytest.raises(ModelError, match=r"org/model:FILE\.gguf"):
         checkpoint.locate("org/model", silent)
     (tmp_path / "q4.gguf").write_bytes(content := gguf_header(("a", (256, 4), 12)))
@@ -217,14 +217,14 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "layers", "scale"), [("gemma3", 34, 32), ("gemma3", 62, 40), ("gemma2", 46, 40)])
-def test_gemmas_scores_are_scaled_as_by_llama_cpp(tmp_path, kind, layers, scale):
-    """No key of the file says it: 27B divides by the root of 5376 / 32, the others by the root of a head's size."""
+def test_gemma_scores_are_scaled_as_in_llama_cpp(tmp_path, kind, layers, scale):
+    """No key in the file says so: 27B divides by the root of 5376 / 32, the others by the root of the head size."""
     write_norms(tmp_path / "gemma.gguf", kind, layers, 160)
     described = description.describe(str(tmp_path), "cpu", "float32", silent)
     assert described.text_config.query_pre_attn_scalar == scale
 
 
-# ---- The tokenizer of a GGUF file gives llama.cpp's ids, and every token that the file marks is one id
+# ---- The tokenizer of a GGUF file: the ids of llama.cpp, and one id for each special token
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -234,7 +234,7 @@ TEXTS = Path(__file__).parents[1] / "support" / "tokenizer_texts.txt"
 
 def file_of(tokens, types, pre="smollm", kind="gpt2", rows=None, **values):
     """A file's header with this vocabulary."""
-    given = {
+    metadata = {
         "tokenizer.ggml.model": kind,
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tuple(token.encode() for token in tokens),
@@ -244,7 +244,7 @@ def file_of(tokens, types, pre="smollm", kind="gpt2", rows=None, **values):
     }
     path = Path("x.gguf")
     table = Tensor("token_embd.weight", 0, (rows or len(tokens), 4), path, 0, 0)
-    return GgufFile(path, given, (table,), (path,))
+    return GgufFile(path, metadata, (table,), (path,))
 
 
 def bytes_and(*others):
@@ -255,11 +255,11 @@ def bytes_and(*others):
     return [*letters, *(token for token, _ in others)], [NORMAL] * 256 + [kind for _, kind in others]
 
 
-def build(*given, **values):
-    return tokenizer_module.build(file_of(*given, **values), "m")
+def build(*args, **values):
+    return tokenizer_module.build(file_of(*args, **values), "m")
 
 
-def test_control_tokens_and_those_users_defined_are_one_id_each_in_any_spelling():
+def test_control_and_user_defined_tokens_are_one_id_each():
     others = [*((token, CONTROL) for token in DEEPSEEK), ("<think>", USER_DEFINED), ("    ", USER_DEFINED)]
     built = build(*bytes_and(*others), eos_token_id=259, bos_token_id=256)
     text = "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜><think>    b<｜end▁of▁sentence｜>"
@@ -270,13 +270,13 @@ def test_control_tokens_and_those_users_defined_are_one_id_each_in_any_spelling(
     assert (built.tokenizer.eos_token_id, built.tokenizer.bos_token, built.notes) == (259, DEEPSEEK[0], ())
 
 
-def test_more_tokens_than_embeddings_are_refused_with_the_numbers():
+def test_more_tokens_than_embeddings_are_refused():
     with pytest.raises(ModelError, match=r"256 tokens.* 255"):
         build(*bytes_and(), rows=255)
 
 
 @pytest.mark.parametrize(("pre", "named"), [("of-next-year", '"of-next-year"'), ("", "no pre-tokenizer")])
-def test_a_pre_tokenizer_that_nobody_knows_is_told(pre, named):
+def test_unknown_pre_tokenizers_are_noted(pre, named):
     (note,) = build(*bytes_and(), pre=pre).notes
     assert named in note
 
@@ -291,25 +291,25 @@ def test_a_pre_tokenizer_that_nobody_knows_is_told(pre, named):
         ("deepseek-v3", ["a", "  ", "12", " b"]),
     ],
 )
-def test_texts_are_split_as_llama_cpp_splits_them(pre, pieces):
+def test_texts_are_split_as_in_llama_cpp(pre, pieces):
     built = build(*bytes_and(), pre=pre).tokenizer.backend_tokenizer
     split = [text for text, _ in built.pre_tokenizer.pre_tokenize_str("a  12 b")]
     assert [piece.replace("Ġ", " ") for piece in split] == pieces
 
 
-def test_every_regular_expression_compiles():
+def test_every_pre_tokenizer_builds_without_notes():
     for pre in tokenizer_module.PRE_TOKENIZERS:
         assert not build(*bytes_and(), pre=pre).notes
 
 
 @pytest.mark.parametrize("kind", ["bert", "rwkv", "none", ""])
-def test_other_kinds_are_refused(kind):
+def test_other_kinds_of_tokenizers_are_refused(kind):
     with pytest.raises(ModelError, match="tokenizer is"):
         build(*bytes_and(), kind=kind)
 
 
 @pytest.mark.parametrize(("prefix", "ids"), [(True, [5, 4]), (False, [3, 4])])
-def test_pieces_of_sentences_merge_in_the_order_of_their_scores(prefix, ids):
+def test_sentence_pieces_merge_in_order_of_their_scores(prefix, ids):
     tokens = ["<unk>", "<s>", "</s>", "a", "▁b", "▁a", "▁", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * 5, *[BYTE] * 256]
     scores = (0.0, 0.0, 0.0, -3.0, -1.0, -2.0, -4.0, -5.0, *[0.0] * 256)
@@ -321,7 +321,7 @@ def test_pieces_of_sentences_merge_in_the_order_of_their_scores(prefix, ids):
 
 
 @pytest.mark.parametrize(("architecture", "ids"), [("phi3", [3, 4, 5, 4]), ("llama", [3, 6, 4, 5, 6, 4])])
-def test_control_tokens_of_phi_3_take_the_line_ends_behind_them(architecture, ids):
+def test_control_tokens_of_phi_3_absorb_the_space_after_them(architecture, ids):
     tokens = ["<unk>", "<s>", "</s>", "<|user|>", "▁a", "<|end|>", "▁", "a"]
     types = [UNKNOWN, *[CONTROL] * 3, NORMAL, CONTROL, NORMAL, NORMAL]
     file = file_of(tokens, types, pre="default", kind="llama", scores=(0.0,) * len(tokens))
@@ -334,8 +334,8 @@ def test_control_tokens_of_phi_3_take_the_line_ends_behind_them(architecture, id
     ("template", "adds", "count"), [("", True, 1), ("{{ bos_token }}", True, 1), ("<bos>", True, 1), ("", False, 0)]
 )
 @pytest.mark.parametrize("is_own", [True, False])
-def test_a_chat_begins_with_bos_once_where_texts_do(template, adds, count, is_own):
-    """As in llama.cpp, also if the template, the file's own or another, forgets it."""
+def test_a_chat_begins_with_one_bos_if_texts_do(template, adds, count, is_own):
+    """As in llama.cpp, even if the template, the file's or another, omits it."""
     file = file_of(
         *bytes_and(("<bos>", CONTROL), ("<eos>", CONTROL)), bos_token_id=256, eos_token_id=257, add_bos_token=adds
     )
@@ -346,12 +346,12 @@ def test_a_chat_begins_with_bos_once_where_texts_do(template, adds, count, is_ow
     assert built.decode(ids) == "<bos>" * count + "a"
 
 
-def test_the_end_of_a_turn_is_an_end_too():
+def test_the_end_of_turn_token_is_one_id():
     built = build(*bytes_and(("<eos>", CONTROL), ("<end>", NORMAL)), eos_token_id=256, eot_token_id=257)
     assert built.tokenizer.encode("<end>", add_special_tokens=False) == [257]
 
 
-@pytest.mark.slow("llama.cpp is started")
+@pytest.mark.slow("llama.cpp starts")
 @pytest.mark.parametrize(
     "name",
     [
@@ -359,18 +359,18 @@ def test_the_end_of_a_turn_is_an_end_too():
         pytest.param("gemma3-270m", marks=pytest.mark.real_model("gemma3-270m")),
     ],
 )
-def test_ids_are_those_of_llama_cpp(name):
+def test_ids_match_llama_cpp(name):
     xllamacpp = pytest.importorskip("xllamacpp")
     path = FILES[name]
-    asked = xllamacpp.CommonParams()
-    asked.model.path, asked.n_ctx, asked.warmup, asked.verbosity = str(path), 256, False, -1
-    server = xllamacpp.Server(asked)
+    requested = xllamacpp.CommonParams()
+    requested.model.path, requested.n_ctx, requested.warmup, requested.verbosity = str(path), 256, False, -1
+    server = xllamacpp.Server(requested)
     tokenizer = tokenizer_module.build(read(path), name).tokenizer
-    unlike = []
-    for said in TEXTS.read_bytes().decode().split("\n---\n"):
-        body = json.dumps({"content": said, "add_special": False, "parse_special": True}).encode()
+    different = []
+    for sample in TEXTS.read_bytes().decode().split("\n---\n"):
+        body = json.dumps({"content": sample, "add_special": False, "parse_special": True}).encode()
         request = urllib.request.Request(f"{server.listening_address}/tokenize", body)
         theirs = json.loads(urllib.request.urlopen(request).read())["tokens"]
-        if tokenizer.encode(said, add_special_tokens=False) != theirs:
-            unlike.append(said)
-    assert unlike == []
+        if tokenizer.encode(sample, add_special_tokens=False) != theirs:
+            different.append(sample)
+    assert different == []

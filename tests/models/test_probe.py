@@ -9,7 +9,7 @@ from kvchat.kv.rope import cos_sin, rotate
 from kvchat.models import attention_hook
 from kvchat.models.probe import UnknownValues, pin_frequencies, probe, selftest
 
-# (turning dimensions, interleaved, offset) of each layer's keys; None: the layer has no positions
+# (rotated dimensions, interleaved, offset) of each layer's keys; None: the layer has no positions
 HALF16 = (16, False, 0)
 
 ROTATIONS = {
@@ -43,28 +43,28 @@ NO_STREAMING = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), thinned(ROTATIONS, [torch.float32, torch.bfloat16]), ids=str)
-def test_rotation_of_every_layer(name, dtype):
+def test_the_rotation_of_every_layer_is_found(name, dtype):
     seen = probe(tiny_models.model(name, dtype))
     found = [r and (2 * r.inv_freq.numel(), r.interleaved, r.offset) for r in seen.rotations]
     assert seen.refusal is None
     assert found == ROTATIONS[name]
 
 
-def test_two_frequency_sets_are_told_apart_and_shared():
+def test_two_frequency_sets_are_distinguished_and_shared():
     sliding, full, *rest = probe(tiny_models.model("gemma3")).rotations
     assert rest == [sliding, full]
     assert not torch.equal(sliding.inv_freq, full.inv_freq)
 
 
 @pytest.mark.parametrize(("name", "reason"), NO_STREAMING.items())
-def test_keys_that_cannot_be_moved(name, reason):
+def test_models_whose_keys_cannot_be_moved_are_refused_streaming(name, reason):
     seen = probe(tiny_models.model(name))
     assert reason in seen.refusal
     assert seen.rotations == ()
     assert len(seen.specs) == 4
 
 
-def test_probing_leaves_the_short_frequencies_in_place():
+def test_probing_does_not_change_the_frequencies():
     model = tiny_models.model("llama-dynamic")
     before = model.model.rotary_emb.inv_freq.clone()
     probe(model)
@@ -93,7 +93,7 @@ def test_windows_are_observed(name, windows):
     assert [spec.window for spec in probe(tiny_models.model(name)).specs] == windows
 
 
-def test_other_specs_are_observed():
+def test_softcap_scaling_and_sinks_are_observed():
     assert {spec.softcap for spec in probe(tiny_models.model("gemma2")).specs} == {2.0}
     assert {spec.scaling for spec in probe(tiny_models.model("granite")).specs} == {0.07}
     assert [spec.sinks.shape for spec in probe(tiny_models.model("gpt_oss")).specs] == [(4,)] * 4
@@ -107,11 +107,11 @@ def test_pinned_frequencies_no_longer_follow_the_length(name):
     assert selftest(model) < 2e-6
 
 
-def test_nothing_is_pinned_where_frequencies_stay():
+def test_constant_frequencies_are_not_pinned():
     assert not pin_frequencies(tiny_models.model("llama-yarn"))
 
 
-def test_moved_keys_are_the_models_own():
+def test_moved_keys_match_the_models_own():
     """Streaming relies on this: a token's stored key, moved, is the key that the model computes at the new position."""
     for name in ROTATIONS:
         near, far = Keys(), Keys()
@@ -133,23 +133,23 @@ class Keys(dict):
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
 
 
-# ---- Values of tensors without memory, which some code asks for; those of other tensors are as they are
+# ---- Values of meta tensors, which some code asks for; other tensors are not changed
 
 
-def test_nothing_without_memory_differs_from_zero():
+def test_meta_tensors_have_no_nonzero_elements():
     with UnknownValues():
         found = torch.ones(3, 2, device="meta").nonzero()
     assert (found.shape, found.is_meta) == ((0, 2), True)
 
 
-def test_the_first_of_parts_of_unknown_sizes_is_everything():
+def test_the_first_part_of_unknown_size_is_everything():
     with UnknownValues():
         sizes = torch.ones(3, device="meta").tolist()
         parts = torch.ones(4, 5, device="meta").split(sizes, dim=0)
     assert [part.shape for part in parts] == [(4, 5), (0, 5), (0, 5)]
 
 
-def test_values_in_memory_are_those_of_the_tensor():
+def test_values_of_other_tensors_do_not_change():
     with UnknownValues():
         assert torch.tensor([0, 3]).nonzero().tolist() == [[1]]
         assert [len(part) for part in torch.ones(4).split([1, 3])] == [1, 3]

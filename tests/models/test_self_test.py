@@ -63,22 +63,22 @@ class NotANumber(DenseManager):
         ("mixtral", NotANumber),
     ],
 )
-def test_a_backend_that_attends_wrongly_is_refused(name, backend):
+def test_wrong_attention_is_refused(name, backend):
     with pytest.raises(ModelError, match="logits differ"):
         selftest(tiny_models.model(name), backend)
 
 
-def test_the_model_attends_by_the_hook_again_afterwards():
+def test_the_self_test_restores_the_attention_hook():
     model = tiny_models.model("llama")
     selftest(model)
     assert model.config._attn_implementation == "kvchat"
 
 
-def test_it_is_repeatable():
+def test_the_self_test_is_repeatable():
     assert selftest(tiny_models.model("qwen3")) == selftest(tiny_models.model("qwen3"))
 
 
-def test_a_model_that_begins_to_count_positions_at_2_is_refused():
+def test_a_model_that_counts_positions_from_2_is_refused():
     model = tiny_models.fresh("gpt2")
     forward = model.transformer.forward
 
@@ -91,7 +91,7 @@ def test_a_model_that_begins_to_count_positions_at_2_is_refused():
         selftest(model)
 
 
-# ---- The measure of the start-up checks, and which limit applies to a model
+# ---- The error measure of the start-up checks, and the limit for a model
 
 
 def test_relative_error():
@@ -99,7 +99,7 @@ def test_relative_error():
     assert math.isnan(relative_error(torch.tensor([torch.nan, 1.0]), torch.ones(2)))
 
 
-def test_of_a_mixture_a_share_of_the_tokens_counts():
+def test_the_error_of_a_mixture_ignores_a_share_of_tokens():
     reference = torch.ones(4, 3)
     measured = reference * torch.tensor([1.1, 3.0, 1.2, 1.3])[:, None]
     for name, errors in (("mixtral", (0.1, 0.25)), ("llama", (1.02, 1.02))):
@@ -111,16 +111,16 @@ def test_of_a_mixture_a_share_of_the_tokens_counts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_dtype_decides(dtype):
+def test_the_tolerance_depends_on_the_dtype(dtype):
     assert logits_tolerance(tiny_models.model("llama", dtype)) == probe.LOGITS[dtype]
 
 
-def test_packed_weights_are_allowed_the_error_of_half_precision(monkeypatch):
+def test_packed_weights_have_the_tolerance_of_half_precision(monkeypatch):
     monkeypatch.setattr(probe, "is_packed", lambda model: True)
     assert logits_tolerance(tiny_models.model("llama")) == probe.LOGITS[torch.bfloat16]
 
 
-# ---- Digests tell trainings and tokenizers apart, and say the same of what is the same
+# ---- Digests of weights and tokenizers differ exactly if these do
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def model():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_bit_of_any_weight_makes_another_training(model, dtype):
+def test_one_bit_of_any_weight_changes_the_digest(model, dtype):
     model.to(dtype)
     before = load.digest_of_weights(model)
     for weight in model.parameters():
@@ -141,21 +141,21 @@ def test_one_bit_of_any_weight_makes_another_training(model, dtype):
     assert load.digest_of_weights(model) == before
 
 
-def test_weights_of_two_layers_exchanged_are_another_training(model):
+def test_swapping_weights_of_two_layers_changes_the_digest(model):
     before = load.digest_of_weights(model)
     first, second = (layer.mlp.up_proj.weight.data for layer in model.model.layers[:2])
     first.copy_(torch.stack([second.clone(), second.copy_(first)])[0])
     assert load.digest_of_weights(model) != before
 
 
-def test_a_size_that_is_no_multiple_of_a_word_counts_to_its_end():
+def test_the_digest_covers_odd_sizes_to_the_end():
     linear = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
     before = load.digest_of_weights(linear)
     linear.weight.data[0, 2] += 1
     assert load.digest_of_weights(linear) != before
 
 
-def test_a_packed_weight_counts_with_its_scales():
+def test_scales_of_torchao_weights_change_the_digest():
     torchao = pytest.importorskip("torchao.quantization")
     linear = nn.Linear(64, 64)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
@@ -165,7 +165,7 @@ def test_a_packed_weight_counts_with_its_scales():
 
 
 @pytest.mark.parametrize("pack", [int8_rows.pack, int4_rows.pack])
-def test_rows_packed_here_count_with_their_scales(pack):
+def test_scales_of_packed_rows_change_the_digest(pack):
     linear = nn.Linear(64, 64)
     pack(linear)
     before = load.digest_of_weights(linear)
@@ -173,7 +173,7 @@ def test_rows_packed_here_count_with_their_scales(pack):
     assert load.digest_of_weights(linear) != before
 
 
-def test_fused_or_not_it_is_the_same_training(model):
+def test_fusing_does_not_change_the_fingerprint(model):
     tokenizer = byte_level()
     plain = wrap(copy.deepcopy(model), tokenizer, "m", fuse=False)
     fused = wrap(model, tokenizer, "m")
@@ -181,7 +181,7 @@ def test_fused_or_not_it_is_the_same_training(model):
     assert plain.fingerprint == fused.fingerprint
 
 
-def test_tokenizers_are_told_apart_by_all_that_makes_ids():
+def test_tokenizer_digests_cover_all_that_affects_ids():
     plain = load.digest_of_tokenizer(byte_level())
     assert plain == load.digest_of_tokenizer(byte_level())
     assert plain != load.digest_of_tokenizer(byte_level(normalizers.Lowercase()))
@@ -193,7 +193,7 @@ def test_tokenizers_are_told_apart_by_all_that_makes_ids():
     )
 
 
-def test_a_tokenizer_without_a_backend_is_told_by_its_vocabulary():
+def test_the_digest_of_a_tokenizer_without_backend_is_its_vocabulary():
     one, other = (Wordless(vocabulary={"a": index}) for index in (1, 2))
     assert load.digest_of_tokenizer(one) == load.digest_of_tokenizer(Wordless(vocabulary={"a": 1}))
     assert load.digest_of_tokenizer(one) != load.digest_of_tokenizer(other)

@@ -27,7 +27,7 @@ from kvchat.protocol.messages import Load
         ({"quant_method": "torchao", "quant_type": "int8"}, "torchao"),
     ],
 )
-def test_the_kind_of_a_quantized_checkpoint(config, kind):
+def test_the_kind_of_a_quantized_checkpoint_follows_its_config(config, kind):
     assert stored_tensors.kind_of(config) == kind
 
 
@@ -43,18 +43,18 @@ def test_the_kind_of_a_quantized_checkpoint(config, kind):
         ("gptq", (9, 0), False),
     ],
 )
-def test_what_nothing_multiplies_as_it_is_stored(monkeypatch, method, capability, unpacked):
+def test_formats_without_a_kernel_are_unpacked(monkeypatch, method, capability, unpacked):
     monkeypatch.setattr(stored_tensors, "find_spec", lambda name: None)
     assert is_unpacked(method, capability) == unpacked
 
 
-# ---- fp8 weights whose blocks do not divide their rows or columns are unpacked as they were packed
+# ---- fp8 weights whose rows or columns are not a multiple of the block size
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 192), ("llama", 257), ("qwen3_moe", 160)])
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_blocks_that_are_cut_off_have_the_size_that_is_named(tmp_path, name, rows, quantize):
-    """With 192 rows in blocks of 128 the last 64 are the second block."""
+def test_partial_fp8_blocks_keep_their_values(tmp_path, name, rows, quantize):
+    """Of 192 rows in blocks of 128, the last 64 are the second block."""
     folders = [tmp_path / kind for kind in ("stored", "plain")]
     sizes = {"intermediate_size": rows, "moe_intermediate_size": rows}
     rounded = tiny_models.fresh(name, vocab_size=tiny_multimodal.VOCAB, **sizes)

@@ -1,4 +1,4 @@
-"""Weights that do not belong to their configuration are refused; valid ones are not."""
+"""Weights that do not match their configuration are refused; valid ones are not."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from kvchat.models.load import load_model
 from kvchat.models.support import check_quantization, check_tensors, model_class, unreadable
 from kvchat.protocol.messages import Load
 
-# Of those that test_plan does not load, one of each way to name or join tensors; the others in the long form.
+# Architectures that test_plan does not load: one for each way to name or join tensors; the others in the long form.
 VALID = ["mixtral", "phi3", "gemma3n", "gpt_neox", "opt", "nanochat"]
 if WHOLE:
     VALID += ["qwen2", "gemma3", "cohere", "glm4", "stablelm", "ernie4_5", "granite", "nemotron"]
@@ -48,7 +48,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "quantized", "said"),
+    ("name", "quantized", "message"),
     [
         ("quantization_config", {"quant_method": "exl3", "bits": 4.0}, "exl3"),
         ("quantization_config", {"group_size": 64, "bits": 4, "mode": "affine"}, "MLX"),
@@ -56,10 +56,10 @@ def saved(tmp_path):
     ],
     ids=["exl3", "mlx", "older mlx"],
 )
-def test_what_transformers_would_read_as_not_quantized(name, quantized, said):
+def test_unknown_quantizations_are_refused(name, quantized, message):
     config = tiny_models.config("llama")
     setattr(config, name, quantized)
-    with pytest.raises(ModelError, match=rf"a/model.*{said}.*GGUF"):
+    with pytest.raises(ModelError, match=rf"a/model.*{message}.*GGUF"):
         check_quantization(config, "a/model")
 
 
@@ -74,12 +74,12 @@ def scheme(targets, **weights):
         ([scheme(["re:.*self_attn.*"], group_size=32), scheme(["re:.*mlp.*"], group_size=128)], True),
         ([scheme(["re:.*experts.*"]), scheme(["re:.*shared_experts.*"], num_bits=8)], True),
         ([scheme(["re:.*self_attn.*"]), scheme(["re:.*mlp.*"])], False),
-        ([scheme(["Linear"], num_bits=8), scheme(["re:.*experts.*"])], False),  # as transformers tells them apart
+        ([scheme(["Linear"], num_bits=8), scheme(["re:.*experts.*"])], False),  # transformers distinguishes these
         ([scheme(["Linear"]), {"targets": None}], False),
         ([], False),
     ],
 )
-def test_layers_that_transformers_would_unpack_in_the_way_of_others(groups, is_refused):
+def test_layers_packed_in_several_ways_are_refused(groups, is_refused):
     config = tiny_models.config("llama")
     named = {f"group_{number}": group for number, group in enumerate(groups)}
     config.quantization_config = {"quant_method": "compressed-tensors", "config_groups": named}
@@ -93,13 +93,13 @@ def test_layers_that_transformers_would_unpack_in_the_way_of_others(groups, is_r
     [None, {}, {"load_in_4bit": True}, {"quant_method": "awq"}, {"quant_method": "bitsandbytes", "load_in_8bit": True}],
     ids=str,
 )
-def test_what_transformers_reads(quantized):
+def test_known_quantizations_are_accepted(quantized):
     config = tiny_models.config("llama")
     config.quantization_config = quantized
     check_quantization(config, "a/model")
 
 
-def test_a_model_that_reads_no_text_without_an_image_is_refused():
+def test_a_model_that_needs_an_image_is_refused():
     from transformers import Blip2Config
 
     with pytest.raises(ModelError, match=r"Blip2ForCond.*pixel_values"):
@@ -110,15 +110,15 @@ def test_a_model_that_reads_no_text_without_an_image_is_refused():
     ("kind", "architecture"),
     [("ShieldGemma2Config", "ShieldGemma2ForImageClassification"), ("Qwen3Config", "Qwen3ForSequenceClassification")],
 )
-def test_a_model_that_classifies_is_refused(kind, architecture):
-    """transformers has a class for the text of either."""
+def test_a_classifier_is_refused(kind, architecture):
+    """transformers has a text class for both."""
     config = getattr(transformers, kind)(architectures=[architecture])
     with pytest.raises(ModelError, match=rf"{architecture}.*classifier"):
         model_class(config)
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_a_models_own_weights_belong_to_it(saved, name):
+def test_a_models_own_weights_are_accepted(saved, name):
     folder = saved(name)
     model, info = loaded(folder)
     check_tensors(model, folder, info)
@@ -160,7 +160,7 @@ def info(*unexpected):
         "model.norm.bias",
     ],
 )
-def test_tensors_that_the_decoder_lacks(name):
+def test_tensors_that_the_decoder_lacks_are_refused(name):
     with pytest.raises(ModelError, match=f"LlamaForCausalLM.* 1 tensor, such as {name}"):
         check_tensors(tiny_models.model("llama"), Path("x"), info(name))
 
@@ -169,18 +169,18 @@ def test_tensors_that_the_decoder_lacks(name):
     "name",
     ["v_head.summary.weight", "vision_tower.layers.9.weight", "mtp.layers.0.weight", "model.rotary_emb.inv_freq"],
 )
-def test_tensors_beside_the_decoder_are_ignored(name):
+def test_tensors_outside_the_decoder_are_ignored(name):
     check_tensors(tiny_models.model("llama"), Path("x"), info(name))
 
 
-def test_layers_that_draft_further_tokens_are_ignored():
+def test_drafting_layers_are_ignored():
     model, drafting = tiny_models.model("llama"), ["model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight"]
     check_tensors(model, Path("x"), info(*drafting))
     with pytest.raises(ModelError, match=r"LlamaForCausalLM.* 1 tensor, such as model\.layers\.5"):
         check_tensors(model, Path("x"), info(*drafting, "model.layers.5.mlp.up_proj.weight"))
 
 
-def test_quantizers_keep_tensors_of_their_own():
+def test_extra_tensors_of_quantizers_are_accepted():
     model = tiny_models.fresh("llama")
     model.config.quantization_config = {"quant_method": "fp8"}
     check_tensors(model, Path("x"), info("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.q_proj.bias"))
@@ -188,28 +188,28 @@ def test_quantizers_keep_tensors_of_their_own():
         check_tensors(model, Path("x"), info("model.layers.4.self_attn.k_scale"))
 
 
-def test_missing_tensors_come_first():
+def test_missing_tensors_are_reported_first():
     with pytest.raises(ModelError, match=r"lack 2 tensors.* a\."):
         check_tensors(
             tiny_models.model("llama"), Path("x"), {"missing_keys": {"b", "a"}, "unexpected_keys": {"lm_head.bias"}}
         )
 
 
-def test_transformers_own_words_are_passed_on():
+def test_an_unreadable_model_is_named():
     error = unreadable("x", "its config.json", ValueError("first\nsecond"))
     assert error.title.startswith("x ")
 
 
-def test_a_package_that_a_part_of_the_model_needs_is_named():
+def test_a_package_that_the_model_needs_is_named():
     error = unreadable("x", "the model", ImportError("\nIts tower requires the timm library.\nYou can install it."))
     assert not lacks(error, "x needs a package", "Its tower requires the timm library")
 
 
-def test_an_error_without_words_is_named_by_its_kind():
+def test_an_error_without_a_message_shows_its_class():
     assert "the model: AssertionError" in str(unreadable("x", "the model", AssertionError()))
 
 
-# ---- The language part of multimodal checkpoints: loaded without the rest, and equal to the whole model on text
+# ---- The text part of multimodal checkpoints: loaded without the rest, and equal to the whole model on text
 
 
 PROMPT, NEW = list(range(40, 75)), 12
@@ -224,24 +224,24 @@ def pair(request, tmp_path_factory):
     return whole, load_model(Load(str(folder), "cpu", "float32"), silent)
 
 
-def test_greedy_tokens_are_those_of_the_whole_model(pair):
+def test_greedy_tokens_match_the_whole_model(pair):
     whole, part = pair
-    made = whole.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    output = whole.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     session = Session(part)
     logits, tokens = session.prefill(PROMPT), []
     for _ in range(NEW):
         tokens.append(int(logits.argmax()))
         logits = session.step(tokens[-1])
-    assert tokens == made[0, len(PROMPT) :].tolist()
+    assert tokens == output[0, len(PROMPT) :].tolist()
 
 
-def test_nothing_beside_the_text_takes_memory(pair):
-    """Except a number that DeepSeek-VL's hybrid has for its encoders."""
+def test_only_the_text_part_takes_memory(pair):
+    """Except one number of DeepSeek-VL's hybrid, for its encoders."""
     whole, part = pair
     decoder = [weight for name, weight in whole.get_decoder().named_parameters() if ".vision_moe." not in name]
     parameters = {*decoder, *whole.get_output_embeddings().parameters()}
-    beside = part.model.num_parameters() - sum(parameter.numel() for parameter in parameters)
-    assert beside == (part.model.config.model_type == "deepseek_vl_hybrid")
+    extra = part.model.num_parameters() - sum(parameter.numel() for parameter in parameters)
+    assert extra == (part.model.config.model_type == "deepseek_vl_hybrid")
     assert whole.num_parameters() > part.model.num_parameters()
     assert re.search(r" no [a-z_ ]+ input", part.notes[-1])
 
@@ -250,24 +250,24 @@ def test_nothing_beside_the_text_takes_memory(pair):
     ("name", "left_out"),
     [("gemma3", "vision"), ("deepseek_vl_hybrid", "high_res_vision and vision"), ("qwen2_audio", "audio")],
 )
-def test_what_is_left_out_is_named(name, left_out):
+def test_a_note_names_the_inputs_left_out(name, left_out):
     assert f"no {left_out} input" in support.note(tiny_multimodal.config(name))
 
 
-def test_the_halves_of_dbrxs_layers_are_no_part_beside_the_text():
+def test_dbrx_leaves_no_input_out():
     from transformers import DbrxConfig
 
     assert support.note(DbrxConfig()) == ""
 
 
-class Noting:
-    """A file, or one of its tensors, that notes the tensors which are read."""
+class ReadLog:
+    """A file, or one of its tensors, that records which tensors are read."""
 
     def __init__(self, inner, read, name=""):
         self._inner, self._read, self._name = inner, read, name
 
     def __enter__(self):
-        return Noting(self._inner.__enter__(), self._read)
+        return ReadLog(self._inner.__enter__(), self._read)
 
     def __exit__(self, *args):
         return self._inner.__exit__(*args)
@@ -276,31 +276,31 @@ class Noting:
         return getattr(self._inner, name)
 
     def get_slice(self, name):
-        return Noting(self._inner.get_slice(name), self._read, name)
+        return ReadLog(self._inner.get_slice(name), self._read, name)
 
     def __getitem__(self, index):
         self._read.append(self._name)
         return self._inner[index]
 
 
-def test_nothing_beside_the_text_is_read_from_the_files(monkeypatch, tmp_path):
+def test_only_text_tensors_are_read_from_the_files(monkeypatch, tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("gemma3"), tmp_path)
     read = []
-    monkeypatch.setattr("transformers.modeling_utils.safe_open", lambda *a, **k: Noting(safe_open(*a, **k), read))
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", lambda *a, **k: ReadLog(safe_open(*a, **k), read))
     load_model(Load(str(tmp_path), "cpu", "float32"), silent)
     assert len(read) > 30
     assert not [name for name in read if "vision_tower" in name or "projector" in name]
 
 
-def test_layers_of_different_heads_are_given_one_shape(tmp_path):
+def test_layers_with_different_heads_get_one_shape(tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("gemma4"), tmp_path)
     part = load_model(Load(str(tmp_path), "cpu", "float32"), silent)
     assert (part.q_heads, part.kv_heads, part.d_k, part.d_v) == (4, 2, 32, 32)
     assert any("heads" in note for note in part.notes)
-    assert part.probe.refusal is None  # keys can be moved, filled up or not
+    assert part.probe.refusal is None  # keys can be moved, padded or not
 
 
-def test_a_head_that_only_the_whole_configuration_ties_is_tied(tmp_path):
+def test_a_head_tied_by_the_outer_config_is_tied(tmp_path):
     config = tiny_multimodal.config("qwen3_5")
     config.tie_word_embeddings = True
     tiny_multimodal.save(AutoModelForImageTextToText.from_config(config), tmp_path)
@@ -318,15 +318,15 @@ def test_the_chat_template_of_a_processor_is_used(tmp_path):
     assert load_model(Load(str(tmp_path), "cpu", "float32"), silent).tokenizer.chat_template == template
 
 
-def test_transformers_own_class_is_taken_where_it_reads_whole_checkpoints():
+def test_the_text_class_is_used_if_it_reads_whole_checkpoints():
     from transformers import Gemma3nConfig, Gemma3nForCausalLM
 
     config = Gemma3nConfig()
     assert support.find(config) == (Gemma3nForCausalLM, config.text_config)
 
 
-def test_what_torchao_packed_is_read_by_the_class_that_it_was_packed_from():
-    """Its metadata repeat the weights' names, which transformers does not map."""
+def test_torchao_checkpoints_use_the_class_they_were_packed_from():
+    """Their metadata repeats the names of weights, which transformers does not map."""
     from transformers import Qwen3_5Config
 
     config = Qwen3_5Config()
@@ -335,7 +335,7 @@ def test_what_torchao_packed_is_read_by_the_class_that_it_was_packed_from():
     assert support.find(config)[0].__name__ == "Qwen3_5ForConditionalGeneration"
 
 
-def test_a_model_without_text_is_none():
+def test_a_model_without_text_has_no_class():
     from transformers import ViTConfig
 
     assert support.find(ViTConfig()) is None

@@ -14,7 +14,7 @@ from kvchat.models.tokenizer import guarded
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Sampling, Turn
 
-ENDLESS, TEXT = "(a|a)+$", "a" * 22 + "b"  # as many ways to try as there are texts of 22 letters of two kinds
+ENDLESS, TEXT = "(a|a)+$", "a" * 22 + "b"  # 2**22 ways to match the letters
 SPLIT = {"type": "Split", "pattern": {"Regex": ENDLESS}, "behavior": "Isolated", "invert": False}
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path):
     return path
 
 
-def test_a_text_at_which_a_tokenizer_panics_is_refused_and_the_session_goes_on(folder):
+def test_a_tokenizer_panic_is_an_error_and_the_session_continues(folder):
     session = load(folder, device="cpu")
     sampling = Sampling(max_new_tokens=2)
     with pytest.raises(ModelError, match="tokenizer") as caught:
@@ -38,7 +38,7 @@ def test_a_text_at_which_a_tokenizer_panics_is_refused_and_the_session_goes_on(f
     session.close()
 
 
-def test_a_tokenizer_that_panics_while_it_decodes_is_refused():
+def test_a_panic_while_decoding_is_an_error():
     tokenizer = guarded(AutoTokenizer.from_pretrained(bundled_model_dir()))
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex(ENDLESS), "b")])
@@ -49,7 +49,7 @@ def test_a_tokenizer_that_panics_while_it_decodes_is_refused():
         list(map(detokenizer.step, ids))
 
 
-def test_a_guarded_tokenizer_is_otherwise_the_same():
+def test_a_guarded_tokenizer_otherwise_behaves_the_same():
     plain, tokenizer = (AutoTokenizer.from_pretrained(bundled_model_dir()) for _ in range(2))
     guarded(tokenizer)
     assert type(tokenizer).__name__ == type(plain).__name__

@@ -25,10 +25,10 @@ TABLE = ("model.embed_tokens.weight", "BF16", (2 * ROWS, COLUMNS))
 OWN_HEAD = ("lm_head.weight", "BF16", (ROWS, COLUMNS))
 
 
-def of(*tensors: tuple[Any, ...], **config: Any) -> Weights:
+def weights_of(*tensors: tuple[Any, ...], **config: Any) -> Weights:
     """The weights of tensors with these names, dtypes, shapes and bytes (by default two per element)."""
-    made = [StoredTensor(*one, *(() if len(one) > 3 else (0,))) for one in tensors]
-    return weights.of_checkpoint(config, made)
+    stored = [StoredTensor(*one, *(() if len(one) > 3 else (0,))) for one in tensors]
+    return weights.of_checkpoint(config, stored)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def of(*tensors: tuple[Any, ...], **config: Any) -> Weights:
         ("mtp.layers.0.mlp.up_proj.weight", False, False),
     ],
 )
-def test_what_is_loaded(name, of_text, of_multimodal):
+def test_unused_tensors_are_not_loaded(name, of_text, of_multimodal):
     assert (is_loaded(name, False), is_loaded(name, True)) == (of_text, of_multimodal)
 
 
@@ -74,8 +74,8 @@ def test_what_is_loaded(name, of_text, of_multimodal):
         ("output.weight", (8, 4), HEAD),
     ],
 )
-def test_the_kinds_of_tensors(name, shape, kind):
-    assert {part.kind for part in of((name, "BF16", shape)).parts} == {kind}
+def test_the_kind_of_a_tensor_follows_its_name_and_shape(name, shape, kind):
+    assert {part.kind for part in weights_of((name, "BF16", shape)).parts} == {kind}
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_the_kinds_of_tensors(name, shape, kind):
     ],
     ids=["fp8", "compressed-tensors", "torchao", "gptq", "a bias"],
 )
-def test_what_is_packed(stored, expected):
-    parts = of(*stored, quantization_config={"quant_method": "x"}).parts
+def test_packed_tensors_are_recognized(stored, expected):
+    parts = weights_of(*stored, quantization_config={"quant_method": "x"}).parts
     assert [part for part in parts if part.packed] == [Part(LINEAR, *expected)]
 
 
-def test_a_packed_stack_of_experts_is_several_matrices():
+def test_a_packed_stack_of_experts_counts_as_several_matrices():
     stack = ("a.experts.up_blocks", "U8", (2, 32, 2, 16), 2048), ("a.experts.up_scales", "U8", (2, 32, 2), 128)
-    assert of(*stack, quantization_config={"quant_method": "mxfp4"}).parts == {Part(EXPERT, 32, 64, 1088): 2}
+    assert weights_of(*stack, quantization_config={"quant_method": "mxfp4"}).parts == {Part(EXPERT, 32, 64, 1088): 2}
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_a_packed_stack_of_experts_is_several_matrices():
         ([], 8),
     ],
 )
-def test_the_bits_of_packed_weights(groups, columns):
+def test_packed_columns_follow_the_bits_in_the_config(groups, columns):
     section = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (part,) = of(("q.weight_packed", "I32", (8, 1), 32), quantization_config=section).parts
+    (part,) = weights_of(("q.weight_packed", "I32", (8, 1), 32), quantization_config=section).parts
     assert (part.rows, part.columns) == (8, columns)
 
 
 @pytest.mark.parametrize(
     ("place", "dtype", "head", "expected"),  # the bytes of each quantization in ``CHOICES``
     [
-        # 5 matrices in layers, embeddings of two and perhaps a head of one
+        # 5 matrices in layers, embeddings of two, and a head of one in some rows
         (CPU, "float32", [], [28, 7 * 1.0625, 2 * 1.0625 + 5 * 0.625, 8 + 5 * 0.5625]),
         (CPU, "float32", [OWN_HEAD], [32, 8 + 6 * 1.0625, 8 + 1.0625 + 5 * 0.625, 12 + 5 * 0.5625]),
         (GPU, "bfloat16", [OWN_HEAD], [16, 6 + 5, 6 + 5 * 0.5625, 6 + 5 * 0.53125]),
@@ -125,58 +125,58 @@ def test_the_bits_of_packed_weights(groups, columns):
         (Place("cuda", (7, 5)), "bfloat16", [], [14, 4 + 5, 4 + 5 * 0.5625]),
     ],
 )  # fmt: skip
-def test_linears_are_packed_and_on_a_cpu_the_head_in_8_bits(place, dtype, head, expected):
-    found = of(*LAYERS, TABLE, *head).by_quantization(dtype, place)
+def test_loaded_bytes_of_each_quantization(place, dtype, head, expected):
+    found = weights_of(*LAYERS, TABLE, *head).by_quantization(dtype, place)
     assert list(found) == list(weights.CHOICES[place.device][: len(expected)])
     assert [nbytes / SIZE for nbytes in found.values()] == pytest.approx(expected, rel=0.002)
 
 
-def test_a_head_that_the_configuration_ties_is_not_loaded():
-    assert of(*LAYERS, TABLE, OWN_HEAD, tie_word_embeddings=True).parts == of(*LAYERS, TABLE).parts
+def test_a_tied_head_is_not_loaded():
+    assert weights_of(*LAYERS, TABLE, OWN_HEAD, tie_word_embeddings=True).parts == weights_of(*LAYERS, TABLE).parts
 
 
-def test_a_token_reads_one_row_of_the_embeddings_and_of_experts_nothing_is_known():
-    untied, tied = of(*LAYERS, TABLE, OWN_HEAD), of(*LAYERS, TABLE)
+def test_bytes_read_per_token_leave_out_unused_embeddings():
+    untied, tied = weights_of(*LAYERS, TABLE, OWN_HEAD), weights_of(*LAYERS, TABLE)
     for quantize in ("none", "int8", "int4"):
         read = untied.loaded_bytes(quantize, "float32", CPU) - 8 * SIZE
         assert untied.read_bytes(quantize, "float32", CPU) == read
-    for quantize in ("none", "int8", "int4"):  # all of the table is the head too
+    for quantize in ("none", "int8", "int4"):  # the whole table is also the head
         assert tied.read_bytes(quantize, "float32", CPU) == tied.loaded_bytes(quantize, "float32", CPU)
-    assert of(("a.experts.up_proj", "BF16", (4, 8, 8))).read_bytes("none", "float32", CPU) is None
+    assert weights_of(("a.experts.up_proj", "BF16", (4, 8, 8))).read_bytes("none", "float32", CPU) is None
 
 
 FP8 = [("a.q.weight", "F8_E4M3", (ROWS, COLUMNS), SIZE), ("a.q.weight_scale_inv", "F32", (ROWS,), 4 * ROWS)]
 FP8_CONFIG = {"quant_method": "fp8"}
 
 
-def test_what_is_multiplied_as_it_is_stored_takes_what_it_does_in_the_files():
-    found = of(*FP8, TABLE, quantization_config=FP8_CONFIG)
+def test_fp8_takes_its_stored_size_on_a_gpu_with_fp8():
+    found = weights_of(*FP8, TABLE, quantization_config=FP8_CONFIG)
     assert found.by_quantization("bfloat16", Place("cuda", (8, 9))) == {"fp8": 5 * SIZE + 4 * ROWS}
     assert found.by_default("bfloat16", Place("cuda", (8, 9))) == "none"
 
 
-def test_what_loading_unpacks_is_packed_again_but_not_experts_on_a_gpu():
-    found = of(*FP8, TABLE, quantization_config=FP8_CONFIG)
+def test_unpacked_fp8_is_requantized_except_experts_on_a_gpu():
+    found = weights_of(*FP8, TABLE, quantization_config=FP8_CONFIG)
     assert list(found.by_quantization("bfloat16", GPU)) == ["none", "int8", "int4"]
     assert found.loaded_bytes("none", "bfloat16", GPU) == 6 * SIZE
     assert (found.by_default("bfloat16", GPU), found.layer_bits) == ("int8", pytest.approx(8, rel=0.01))
     experts = [(name.replace("a.q", "a.experts.0.q"), *rest) for name, *rest in FP8]
-    mixture = of(*experts, quantization_config=FP8_CONFIG)
+    mixture = weights_of(*experts, quantization_config=FP8_CONFIG)
     assert (mixture.by_default("bfloat16", GPU), mixture.by_default("bfloat16", CPU)) == ("none", "int8")
     assert (mixture.unpackable_share("int8", GPU), mixture.unpackable_share("int8", CPU)) == (1, 0)
 
 
-def test_int8_of_torchao_stays_so_and_on_a_cpu_its_head_has_8_bits_too():
+def test_torchao_int8_stays_and_a_cpu_packs_the_head():
     section = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
     stored = ("a.q._weight_qdata", "I8", (ROWS, COLUMNS), SIZE)
-    found = of(stored, OWN_HEAD, quantization_config=section)
+    found = weights_of(stored, OWN_HEAD, quantization_config=section)
     assert (found.method, found.quantization) == ("torchao", "int8")
     assert found.loaded_bytes("none", "float32", CPU) / SIZE == 1 + 1.0625
     assert found.loaded_bytes("none", "float32", GPU) / SIZE == 1 + 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "dbrx", "gpt2", "qwen3_next", "gemma3n"])
-def test_they_are_the_tensors_of_the_model(name, tmp_path):
+def test_loaded_bytes_match_the_model(name, tmp_path):
     model = tiny_models.fresh(name, torch.bfloat16)
     model.save_pretrained(tmp_path)
     found = catalog.at(tmp_path).weights
@@ -185,7 +185,7 @@ def test_they_are_the_tensors_of_the_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "ernie4_5_vl_moe"])
-def test_of_a_multimodal_model_they_are_those_of_its_text(name, tmp_path):
+def test_loaded_bytes_of_multimodal_models_match_the_text_part(name, tmp_path):
     model = tiny_multimodal.fresh(name)
     model.save_pretrained(tmp_path)
     shapes = without_memory(*find(model.config), torch.float32)
@@ -196,12 +196,12 @@ def test_of_a_multimodal_model_they_are_those_of_its_text(name, tmp_path):
 # ---- headers
 
 
-def test_the_bundled_model():
+def test_loaded_bytes_of_the_bundled_model():
     found = catalog.at(bundled_model_dir()).weights
     assert (found.loaded_bytes("none", "bfloat16", CPU), found.dtype) == (2 * 17_308_032, "bfloat16")
 
 
-def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_those_of_its_layers(tmp_path):
+def test_a_gguf_file_has_its_most_frequent_type(tmp_path):
     path = tmp_path / "x.gguf"
     layers = ("blk.0.ffn_up.weight", (256, 32), 12), ("blk.0.attn_v.weight", (256, 32), 14)
     norms = ("output_norm", (64,), 0), ("blk.0.attn_norm.weight", (256,), 0)
@@ -214,7 +214,7 @@ def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_tho
 
 
 @pytest.mark.parametrize("read", [gguf_file.read_model, stored_tensors.tensors, stored_tensors.read_json])
-def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_path, read):
+def test_unreadable_files_show_the_error_of_the_system(tmp_path, read):
     with pytest.raises(ModelError, match="Is a directory"):
         read(tmp_path)
 
@@ -222,15 +222,15 @@ def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_
 @pytest.mark.parametrize(
     "content",
     [b"", b"version https://git-lfs.github.com/spec/v1", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{}"],
-    ids=["empty", "a pointer to another file", "a list", "no tensors"],
+    ids=["empty", "a Git LFS pointer", "a list", "no tensors"],
 )
-def test_damaged_safetensors_files(tmp_path, content):
+def test_damaged_safetensors_files_are_refused(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="damaged"):
         read_headers(tmp_path, "x")
 
 
-def test_a_truncated_safetensors_file(tmp_path):
+def test_truncated_safetensors_files_show_the_missing_bytes(tmp_path):
     tiny_models.fresh("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)

@@ -29,38 +29,38 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def addresses(module: nn.Module) -> list[tuple[int, int]]:
-    """The matrices first, as they are moved."""
+    """Address and size of each weight, matrices first, as they are moved."""
     weights = sorted(module.parameters(), key=torch.Tensor.dim, reverse=True)
     return [(weight.data_ptr(), weight.nbytes) for weight in weights]
 
 
-def room(size: int) -> int:
-    """Bytes from one weight of ``size`` to the next: each begins at a multiple of 64, as torch's own do."""
+def aligned_size(size: int) -> int:
+    """Bytes from one weight of ``size`` to the next: each begins at a multiple of 64, as in torch."""
     return (size + 63) // 64 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_they_lie_in_order_and_keep_their_values(dtype):
+def test_weights_become_adjacent_and_keep_their_values(dtype):
     plain, defragmented = model(dtype), model(dtype)
     defragment(defragmented)
     assert all(torch.equal(*pair) for pair in zip(plain.parameters(), defragmented.parameters(), strict=True))
     at = addresses(defragmented)
     assert at[0][0] % HUGE_PAGE == 0
-    assert all(begin + room(size) == following for (begin, size), (following, _) in itertools.pairwise(at))
+    assert all(begin + aligned_size(size) == following for (begin, size), (following, _) in itertools.pairwise(at))
 
 
-def test_no_more_than_a_piece_is_there_twice(monkeypatch):
+def test_defragmenting_allocates_one_piece_at_a_time(monkeypatch):
     defragmented = model()
     monkeypatch.setattr(reading, "PIECE", 256)
-    taken: list[int] = []
+    requested: list[int] = []
     genuine = reading.aligned
-    monkeypatch.setattr(reading, "aligned", lambda size: taken.append(size) or genuine(size))
+    monkeypatch.setattr(reading, "aligned", lambda size: requested.append(size) or genuine(size))
     defragment(defragmented)
-    assert max(taken) <= 256
-    assert sum(taken) == sum(room(size) for _, size in addresses(defragmented))
+    assert max(requested) <= 256
+    assert sum(requested) == sum(aligned_size(size) for _, size in addresses(defragmented))
 
 
-def test_what_is_larger_than_a_piece_stays(monkeypatch):
+def test_weights_larger_than_a_piece_are_not_moved(monkeypatch):
     defragmented = model()
     monkeypatch.setattr(reading, "PIECE", 100)
     before = {weight: weight.data_ptr() for weight in defragmented.parameters()}
@@ -70,7 +70,7 @@ def test_what_is_larger_than_a_piece_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_embeddings_get_huge_pages_only_where_a_head_multiplies_by_them(monkeypatch, is_tied):
+def test_embeddings_get_huge_pages_only_if_tied_to_the_head(monkeypatch, is_tied):
     module = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
     if is_tied:
         module[1].weight = module[0].weight
@@ -82,8 +82,8 @@ def test_embeddings_get_huge_pages_only_where_a_head_multiplies_by_them(monkeypa
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_what_is_merged_lies_together_and_is_not_kept_twice(monkeypatch, name):
-    """Projections of Qwen2 have biases; pieces end anywhere."""
+def test_merging_defragmented_weights_allocates_nothing(monkeypatch, name):
+    """Qwen2's projections have biases; pieces end anywhere."""
     monkeypatch.setattr(reading, "PIECE", 80_000)
     merged = tiny_models.fresh(name)
     defragment(merged)
@@ -99,13 +99,13 @@ def test_tied_weights_stay_tied():
     assert tied[1].weight is tied[0].weight
 
 
-# ---- Memory of the process while a model is loaded and packed, and what of it is left afterwards
+# ---- Memory of the process while a model is loaded and packed, and afterwards
 
 
-# The first line is by how many bytes the process grows where large tensors are freed meanwhile: each is larger than the
-# room of the one before, which a small tensor closes. Before anything else is imported, whose holes glibc would fill.
-# The others tell of a model that is loaded and packed. Anonymous memory only: the pages of a file that is read are the
-# system's. What loading anything takes, as modules and the first products do, the bundled model has taken before.
+# The first line is by how many bytes the process grows while large tensors are freed. Each is larger than the hole left
+# by the one before, which a small tensor closes. It comes before other imports, whose holes glibc would fill. The other
+# lines are for a model that is loaded and packed. Only anonymous memory counts: pages of a file that is read belong to
+# the system. The bundled model is loaded first, so that one-time costs such as modules and first products do not count.
 PROGRAM = """
 import gc, sys, threading, time, torch
 from kvchat.models import reading
@@ -146,12 +146,12 @@ for quantize, dtype in (("int8", "bfloat16"), ("int4", "float32")):
     watching.join()
     print(max(peaks) - before, taken() - before, loaded[0].weight_bytes)
 """
-MARGIN = 64 * 2**20  # tokenizer, modules, numba's library and loops, buffers of oneDNN, the self-test's results
+MARGIN = 64 * 2**20  # tokenizer, modules, numba's library and loops, oneDNN's buffers, the self-test's results
 
 
 @pytest.mark.slow("a process imports torch and loads four models")
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell")
-def test_what_is_freed_is_the_systems_again_and_weights_are_packed_one_after_the_other(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc/self/status")
+def test_loading_frees_memory_and_packs_one_weight_at_a_time(tmp_path):
     """A model of 122 MiB in bfloat16, 244 in float32."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "head_dim": 128}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -159,54 +159,54 @@ def test_what_is_freed_is_the_systems_again_and_weights_are_packed_one_after_the
     ran = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     grown, *measured = ran.stdout.splitlines()
-    assert int(grown) < 16 * 2**20  # of 92; else 28 to 91
+    assert int(grown) < 16 * 2**20  # of 92; otherwise 28 to 91
     assert len(measured) == 2
     for line in measured:
         peak, left, weights = map(int, line.split())
-        # A piece of weights is there twice while it is laid out; the allocator may keep as much again meanwhile.
+        # One piece of weights exists twice while it is moved, and the allocator may keep as much again.
         assert peak < weights + 2 * PIECE + MARGIN
         assert left < weights + MARGIN
 
 
-# ---- The progress of reading weights, told for each kind of checkpoint; nothing is counted twice or left out
+# ---- Progress of reading weights, for each kind of checkpoint
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A second passes whenever a clock is read."""
+    """The clock advances one second per reading."""
     seconds = itertools.count()
     monkeypatch.setattr(hub.ByteProgress.__init__, "__defaults__", (lambda: next(seconds),))
 
 
-def stages_of(path, **asked):
+def stages_of(path, **options):
     stages = []
-    load_model(Load(str(path), "cpu", "float32", **asked), stages.append)
+    load_model(Load(str(path), "cpu", "float32", **options), stages.append)
     return [stage for stage in stages if stage.startswith("Loading the weights")]
 
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("name", "quantize"), [("llama", "none"), ("llama", "int8"), ("qwen3_moe", "none")])
-def test_every_byte_of_every_tensor_is_counted_once(tmp_path, name, quantize):
+def test_progress_counts_every_byte_once(tmp_path, name, quantize):
     model = tiny_models.model(name)
     tiny_multimodal.save(model, tmp_path)
-    told = stages_of(tmp_path, quantize=quantize)
+    stages = stages_of(tmp_path, quantize=quantize)
     stored = sum(tensor.nbytes for tensor in model.parameters())
-    assert told[-1].startswith(f"Loading the weights ▰▰▰▰▰▰▰▰ {size(stored)} of {size(stored)}")
-    assert len(told) > 10
-    assert all(re.search(r"/s · .* left$", stage) for stage in told[2:])
+    assert stages[-1].startswith(f"Loading the weights ▰▰▰▰▰▰▰▰ {size(stored)} of {size(stored)}")
+    assert len(stages) > 10
+    assert all(re.search(r"/s · .* left$", stage) for stage in stages[2:])
 
 
 @pytest.mark.usefixtures("clock")
-def test_the_sizes_of_a_gguf_file_are_shown_first(tmp_path, model):
+def test_progress_of_a_gguf_file_begins_with_its_sizes(tmp_path, model):
     write_model(tmp_path / "model.gguf", model, "Q8_0")
-    told = stages_of(tmp_path / "model.gguf")
-    assert re.match(r"Loading .* in the file, .* unpacked, .* in int8$", told[0])
-    assert re.match(r"Loading the weights ▰+ (.*) of \1", told[-1])
-    assert len(told) > 10
+    stages = stages_of(tmp_path / "model.gguf")
+    assert re.match(r"Loading .* in the file, .* unpacked, .* in int8$", stages[0])
+    assert re.match(r"Loading the weights ▰+ (.*) of \1", stages[-1])
+    assert len(stages) > 10
 
 
 @pytest.mark.usefixtures("clock")
-def test_it_is_heard_where_what_libraries_print_goes_nowhere(tmp_path, capfd, monkeypatch):
+def test_progress_is_shown_while_library_output_is_hidden(tmp_path, capfd, monkeypatch):
     tiny_multimodal.save(tiny_models.model("llama"), tmp_path)
     read = transformers.LlamaForCausalLM.from_pretrained
 
@@ -226,12 +226,12 @@ def test_it_is_heard_where_what_libraries_print_goes_nowhere(tmp_path, capfd, mo
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_bars_were_used_before_is_used_again():
-    def ours(factory, args, options):
+def test_loading_restores_the_previous_tqdm_hook():
+    def hook(factory, args, options):
         return factory(*args, **options)
 
-    before = logging.set_tqdm_hook(ours)
+    before = logging.set_tqdm_hook(hook)
     try:
         load_model(Load("bundled", "cpu"), lambda stage: None)
     finally:
-        assert logging.set_tqdm_hook(before) is ours
+        assert logging.set_tqdm_hook(before) is hook
