@@ -52,7 +52,7 @@ async def client(tmp_path):
     await client.close()
 
 
-def test_text_is_merged_and_only_the_latest_numbers_kept():
+def test_coalescing_merges_text_and_keeps_the_latest_figures():
     reports = [snapshot(1), Text("a", 1), Prefilled(1, 9), Prefilled(2, 9), Text("b", 1), snapshot(2), Text("c", 2)]
     assert coalesce(reports) == [Text("a", 1), Prefilled(2, 9), Text("b", 1), snapshot(2), Text("c", 2)]
     assert coalesce([Text("a", 1), Text("b", 1)]) == [Text("ab", 2)]
@@ -60,7 +60,7 @@ def test_text_is_merged_and_only_the_latest_numbers_kept():
     assert coalesce([]) == []
 
 
-async def test_it_loads_and_answers_with_a_log_of_its_owners_and_ends(client, monkeypatch):
+async def test_the_engine_answers_with_a_private_log_and_exits(client, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)
     await client.start()
     assert (client.log_file.stat().st_mode & 0o777, client.log_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -71,10 +71,10 @@ async def test_it_loads_and_answers_with_a_log_of_its_owners_and_ends(client, mo
     assert (await received(client, Text)).text.startswith("Section")
     process = client._process
     await client.close()
-    assert process.returncode == 0, "it ends by itself when its stdin closes"
+    assert process.returncode == 0, "it exits by itself when its stdin closes"
 
 
-async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, monkeypatch):
+async def test_reports_of_the_engine_are_sanitized_except_the_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     client = EngineClient((sys.executable, str(HOSTILE_ENGINE)), tmp_path / "log")
     await client.start()
@@ -87,7 +87,7 @@ async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, mo
     await client.close()
 
 
-async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):
+async def test_a_crash_reports_exit_code_and_log_of_this_run(client):
     client.log_file.parent.mkdir()
     client.log_file.write_text("an older run\n")
     await client.start()
@@ -98,7 +98,7 @@ async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):
     client.send(Stop())
 
 
-async def test_the_last_lines_are_what_stands_before_the_stacks(client):
+async def test_a_crash_reports_the_lines_before_the_stack_dump(client):
     await client.start()
     dump = ["Fatal Python error: Aborted", "", "Current thread (most recent call first):", *["  File"] * 900]
     client.log_file.write_text("\n".join([client.log_file.read_text(), "memory allocation of 7 bytes failed", *dump]))
@@ -108,7 +108,7 @@ async def test_the_last_lines_are_what_stands_before_the_stacks(client):
     assert crashed.lacked_memory
 
 
-async def test_a_killed_child_is_a_crash_and_restart_gives_a_fresh_one(client):
+async def test_a_killed_engine_is_a_crash_and_can_be_restarted(client):
     await client.start()
     pid = client.pid
     os.kill(pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ async def test_a_killed_child_is_a_crash_and_restart_gives_a_fresh_one(client):
     assert await received(client, Loaded)
 
 
-async def test_restart_of_a_living_child_is_no_crash(client):
+async def test_restarting_a_live_engine_is_not_a_crash(client):
     await client.start()
     pid = client.pid
     await client.restart()
@@ -128,7 +128,7 @@ async def test_restart_of_a_living_child_is_no_crash(client):
     assert isinstance(await received(client, Loaded | Crashed), Loaded)
 
 
-async def test_a_forgotten_child_reports_nothing_more(client):
+async def test_a_forgotten_engine_reports_nothing(client):
     await client.start()
     client.send(Load())
     await received(client, Loaded)
@@ -147,21 +147,21 @@ async def test_a_forgotten_child_reports_nothing_more(client):
     await received(client, Loaded)
 
 
-async def test_two_restarts_at_once_leave_one_child(client, monkeypatch):
+async def test_concurrent_restarts_leave_one_engine(client, monkeypatch):
     started, start = [], asyncio.create_subprocess_exec
 
-    async def noted(*command, **streams):
+    async def recording(*command, **streams):
         started.append(await start(*command, **streams))
         return started[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recording)
     await client.start()
     await asyncio.gather(client.restart(), client.restart(), client.close(), client.restart())
     assert [process.returncode is None for process in started] == [False, False, False, True]
     assert client.pid == started[-1].pid
 
 
-async def test_a_child_whose_end_nobody_waits_for_any_more_is_killed(tmp_path):
+async def test_the_engine_is_killed_if_closing_is_cancelled(tmp_path):
     deaf = "import sys, time; sys.stdin.read(); time.sleep(3600)"
     client = EngineClient((sys.executable, "-c", deaf), tmp_path / "log")
     await client.start()
@@ -173,7 +173,7 @@ async def test_a_child_whose_end_nobody_waits_for_any_more_is_killed(tmp_path):
         assert await process.wait() == -signal.SIGKILL
 
 
-async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path, monkeypatch):
+async def test_closing_leaves_no_orphan_of_a_hung_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.1)
     deaf = "import sys, time; sys.stdout.write('x'); sys.stdin.read(); time.sleep(3600)"
     client = EngineClient((sys.executable, "-c", deaf), tmp_path / "log")
@@ -183,7 +183,7 @@ async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path,
     assert gone(pid)
 
 
-async def test_something_else_on_stdout_is_a_crash_that_says_so(tmp_path):
+async def test_other_output_on_stdout_is_a_crash(tmp_path):
     babble = "import time; print('hello, I am no engine', flush=True); time.sleep(3600)"
     client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
     await client.start()
@@ -193,7 +193,7 @@ async def test_something_else_on_stdout_is_a_crash_that_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "/proc/nowhere/kvchat.log"])
-async def test_a_log_that_cannot_be_written_is_told_and_not_needed(log):
+async def test_an_unwritable_log_is_reported_and_not_needed(log):
     client = EngineClient(FAKE_ENGINE, Path(log))
     await client.start()
     assert log in client.log_problem
@@ -202,7 +202,7 @@ async def test_a_log_that_cannot_be_written_is_told_and_not_needed(log):
     await client.close()
 
 
-async def test_a_command_that_cannot_start_is_told_also_by_a_limit_of_open_files(tmp_path, monkeypatch):
+async def test_a_command_that_cannot_start_is_reported(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match="cannot start"):
         await EngineClient(("/nonexistent/engine",), tmp_path / "log").start()
 

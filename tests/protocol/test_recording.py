@@ -1,4 +1,4 @@
-"""Recordings: what was noted is read again, in its time; what is damaged is refused with the line."""
+"""Recordings: events are read back with their times; damaged files are refused, naming the line."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ EVENTS = (Started(3, 0), Text("hé\n", 1), Snapshot("full", {}, 1.0, 2, 3, 4, 5)
 
 
 def clock():
-    """Half a second later each time."""
+    """A clock that advances half a second per reading."""
     return (0.5 * at for at in count(201)).__next__
 
 
@@ -36,7 +36,7 @@ def recorded(tmp_path):
     return path
 
 
-def test_questions_and_events_are_read_in_their_time(recorded):
+def test_questions_and_events_are_read_with_their_times(recorded):
     entries = read(recorded)
     assert entries == [Entry(0.5 * at, event) for at, event in enumerate((Asked("two\u2028\x1b[0m"), *EVENTS), 1)]
     assert stat.S_IMODE(recorded.stat().st_mode) == 0o600
@@ -45,7 +45,7 @@ def test_questions_and_events_are_read_in_their_time(recorded):
     assert read(packed) == entries
 
 
-def test_an_existing_file_is_not_touched(recorded, tmp_path):
+def test_an_existing_file_is_not_overwritten(recorded, tmp_path):
     before = recorded.read_bytes()
     with pytest.raises(UsageError, match="exists"):
         Recorder(recorded, "1")
@@ -55,26 +55,26 @@ def test_an_existing_file_is_not_touched(recorded, tmp_path):
             Recorder(impossible, "1")
 
 
-def test_a_recording_ends_where_it_is_long_enough_and_says_so(tmp_path, monkeypatch):
+def test_a_recording_stops_at_the_maximum_length(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 2000)
-    recorder, told = Recorder(tmp_path / "long", "1", clock()), []
-    recorder.report = told.append
+    recorder, reports = Recorder(tmp_path / "long", "1", clock()), []
+    recorder.report = reports.append
     for _ in range(100):
         recorder.note(Text("word " * 5, 1))
-    assert len(told) == 1
-    assert "maximum length" in told[0]
+    assert len(reports) == 1
+    assert "maximum length" in reports[0]
     assert 10 < len(read(tmp_path / "long")) < 60
 
 
-def test_a_full_disk_ends_the_recording_behind_a_whole_event(tmp_path):
-    recorder, told = Recorder(tmp_path / "full", "1", clock()), []
-    recorder.report = told.append
+def test_a_full_disk_ends_a_recording_after_a_whole_event(tmp_path):
+    recorder, reports = Recorder(tmp_path / "full", "1", clock()), []
+    recorder.report = reports.append
     with full_disk():
         for _ in range(100):
             recorder.note(Text("word " * 5, 1))
         with pytest.raises(UsageError, match="cannot be written"):
             Recorder(tmp_path / "begun", "1" * 1000)
-    assert len(told) == 1
+    assert len(reports) == 1
     assert read(tmp_path / "full")
     assert not (tmp_path / "begun").exists()
 
@@ -95,13 +95,13 @@ def damaged(good: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", damaged(b"0\n1,2\n2\n3,4\n5"))
-def test_what_is_damaged_is_refused_with_a_reason(recorded, what):
+def test_damaged_recordings_are_refused_with_a_reason(recorded, what):
     recorded.write_bytes(damaged(recorded.read_bytes())[what])
     with pytest.raises(UsageError, match=f"(?i){what}"):
         read(recorded)
 
 
-def test_what_is_no_file_or_too_long_is_refused(recorded, tmp_path, monkeypatch):
+def test_missing_and_oversized_files_are_refused(recorded, tmp_path, monkeypatch):
     with pytest.raises(UsageError):
         read(tmp_path / "none")
     recorded.write_bytes(gzip.compress(b"0" * 5000))
@@ -110,7 +110,7 @@ def test_what_is_no_file_or_too_long_is_refused(recorded, tmp_path, monkeypatch)
         read(recorded)
 
 
-def test_the_demonstration_shows_a_switch_that_forgets():
+def test_the_bundled_recording_switches_modes():
     events = [entry.event for entry in read(bundled_recording())]
     assert sum(isinstance(event, Loaded) for event in events) == 1
     assert [event.mode for event in events if isinstance(event, Switched)] == ["streaming", "speculative", "full"]

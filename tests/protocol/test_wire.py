@@ -16,7 +16,7 @@ from kvchat.protocol.messages import Chat, Failed, Finished, Load, Sampling, Sto
 
 
 def decode(body: bytes) -> wire.Message:
-    """As the side does that such a message is for."""
+    """Decode like the side that receives such a message."""
     is_event = any(name.encode() in body[:24] for name in wire.EVENTS)
     return (wire.decode_event if is_event else wire.decode_command)(body)
 
@@ -31,7 +31,7 @@ def sent(*messages: wire.Message) -> io.BytesIO:
 
 
 def filled(hint: Any) -> Any:
-    """A value of the given type that is not empty where it can be otherwise."""
+    """A value of the given type, not empty if possible."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint(**{name: filled(h) for name, h in typing.get_type_hints(hint).items()})
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -48,18 +48,18 @@ def filled(hint: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [*wire.COMMANDS.values(), *wire.EVENTS.values()])
-def test_every_message_comes_back_as_it_was(cls):
+def test_every_message_round_trips(cls):
     message = filled(cls)
     assert read(sent(message)) == message
 
 
 @given(st.text(), st.integers(0, 2**63 - 1))
-def test_any_text_and_number_comes_back(text, tokens):
+def test_any_text_and_number_round_trip(text, tokens):
     clean = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be UTF-8
     assert read(sent(Text(text, tokens))) == Text(clean, tokens)
 
 
-def test_messages_follow_each_other_until_the_end():
+def test_messages_are_read_in_order_until_the_end():
     stream = sent(Stop(), Chat((Turn("user", "x"),), Sampling(stop=("a", "b"))))
     assert read(stream) == Stop()
     assert read(stream) == Chat((Turn("user", "x"),), Sampling(stop=("a", "b")))
@@ -68,7 +68,7 @@ def test_messages_follow_each_other_until_the_end():
         assert read(io.BytesIO(wire.encode(Stop())[:cut])) is None
 
 
-def test_missing_fields_take_their_defaults_and_none_stays_none():
+def test_missing_fields_get_their_defaults_and_none_is_kept():
     body = json.dumps({"type": "Failed", "title": "T"}).encode()
     assert decode(body) == Failed("T", kind="EngineError")
     snapshot = Snapshot("full", {}, 1.0, 2, 3, 4, 5, gpu=Gpu("H200"))
@@ -93,12 +93,12 @@ def test_missing_fields_take_their_defaults_and_none_stays_none():
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_message_is_refused(body):
+def test_invalid_messages_are_refused(body):
     with pytest.raises(ValueError, match="protocol"):
         decode(body)
 
 
-def test_what_json_cannot_hold_is_refused_before_it_is_sent():
+def test_values_that_json_cannot_hold_are_refused_before_sending():
     for value in ({1, 2}, object(), float, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="Switch cannot be sent"):
             wire.encode(Switch("full", {"budget": value}))
@@ -108,7 +108,7 @@ def test_what_json_cannot_hold_is_refused_before_it_is_sent():
         wire.encode(Load(given={"full": params}))
 
 
-def test_a_stream_that_speaks_something_else_is_refused_before_it_is_read():
+def test_streams_of_another_protocol_are_refused():
     with pytest.raises(ValueError, match="does not speak"):
         wire.read(io.BytesIO(b"HTTP/1.1 200 OK"))
     assert wire.parse_length(struct.pack(">I", wire.MAX_MESSAGE_BYTES)) == wire.MAX_MESSAGE_BYTES
