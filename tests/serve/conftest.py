@@ -1,4 +1,4 @@
-"""Servers that many tests ask: one of the fake engine, one of the bundled model."""
+"""Servers shared by many tests: one with the fake engine, one with the bundled model."""
 
 import pytest
 from support.served import serving

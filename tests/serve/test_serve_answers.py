@@ -1,4 +1,4 @@
-"""What clients read of an answer: its thought apart, the same in pieces as whole; and a command that needs packages."""
+"""Answers as clients get them: thoughts apart, streams like whole answers; and a command that lacks packages."""
 
 import itertools
 import json
@@ -34,8 +34,8 @@ def streamed(answer: Answer, text: str, cuts: list[int], reason: str) -> list[di
     return [piece["choices"][0] for piece in pieces]
 
 
-def told(choices: list[dict]) -> tuple[str, str]:
-    """The thought and what is said."""
+def thought_and_text(choices: list[dict]) -> tuple[str, str]:
+    """The thought and the text."""
     names = "reasoning_content", "content"
     return tuple("".join(choice["delta"].get(name, "") for choice in choices) for name in names)
 
@@ -47,7 +47,7 @@ def whole(answer: Answer, text: str, reason: str = "eos") -> dict:
 
 
 @pytest.mark.parametrize("streams_usage", [False, True])
-def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage):
+def test_a_stream_reports_timings_once_at_its_end(streams_usage):
     pieces = [*Answer("m", is_chat=True, streams_usage=streams_usage).end(Finished("eos", "", Stats(9, 3)), None)]
     assert ["timings" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert bool(pieces[-1].get("usage")) == streams_usage
@@ -60,15 +60,15 @@ def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage):
     reason=st.sampled_from(["eos", "length"]),
 )
 @example(text=THOUGHTFUL, begun=True, cuts=[2], reason="eos")
-def test_pieces_say_what_the_whole_says(text, begun, cuts, reason):
+def test_streamed_pieces_match_the_whole_answer(text, begun, cuts, reason):
     answers = Answer("m", is_chat=True), Answer("m", is_chat=True)
     for answer in answers:
         answer.feed(Started(9, 0, "</think>" if begun else ""))
     message = whole(answers[0], text, reason)["message"]
-    told_apart = message.get("reasoning_content", ""), message["content"]
-    assert told(streamed(answers[1], text, cuts, reason)) == told_apart
+    separated = message.get("reasoning_content", ""), message["content"]
+    assert thought_and_text(streamed(answers[1], text, cuts, reason)) == separated
     if text == THOUGHTFUL and not begun:
-        assert told_apart == ("They ask, so </ I answer.", "Paris, </think> of course.")
+        assert separated == ("They ask, so </ I answer.", "Paris, </think> of course.")
 
 
 CALLING = (
@@ -86,13 +86,13 @@ BROKEN = 'I look. <tool_call>{"name": "f", "arguments": {}}</tool_call> <tool_ca
     ),
     cuts=st.lists(st.integers(0, len(CALLING)), max_size=9),
 )
-def test_calls_in_pieces_are_those_of_the_whole(text, cuts):
+def test_streamed_tool_calls_match_the_whole_answer(text, cuts):
     message = whole(calling(), text)["message"]
     choices = streamed(calling(), text, cuts, "eos")
     calls = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())]
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert len(calls) == (2 if CALLING in text else text == BROKEN)
-    assert told(choices)[1] == (message["content"] or "")
+    assert thought_and_text(choices)[1] == (message["content"] or "")
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
@@ -100,7 +100,7 @@ def calling(form: str = CALLS, once: bool = False) -> Answer:
     return Answer("m", is_chat=True, calls=Calls(form, [], once))
 
 
-def test_one_call_at_most_is_told_where_asked():
+def test_at_most_one_tool_call_is_sent_if_requested():
     message = whole(calling(once=True), CALLING)["message"]
     choices = streamed(calling(once=True), CALLING, [], "eos")
     for calls in (message["tool_calls"], [call for one in choices for call in one["delta"].get("tool_calls", ())]):
@@ -115,15 +115,15 @@ def test_one_call_at_most_is_told_where_asked():
         ('{"name": "f", "argu', "length", "length"),  # cut off
     ],
 )
-def test_what_is_no_call_is_said(call, reason, ending):
+def test_malformed_tool_calls_are_text(call, reason, ending):
     choice = whole(calling(), f"Oh. <tool_call>{call}", reason)
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == (ending, False)
-    said = choice["message"]["content"].replace('"name":7', '"name": 7')
-    assert call.removesuffix("</tool_call>").strip('"') in said
+    content = choice["message"]["content"].replace('"name":7', '"name": 7')
+    assert call.removesuffix("</tool_call>").strip('"') in content
 
 
 @pytest.mark.parametrize("reason", ["length", "eos"])
-def test_a_call_that_lacks_its_last_arguments_is_no_call(reason):
+def test_a_tool_call_cut_off_in_its_arguments_is_text(reason):
     form = get_response_template(SimpleNamespace(), SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5")))
     call = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     cut = f"{call}\n{call[: call.index('</function>')]}<parameter=b>\nto be wri"
@@ -132,7 +132,7 @@ def test_a_call_that_lacks_its_last_arguments_is_no_call(reason):
     assert message["content"] == cut.removeprefix(call)
 
 
-def test_times_are_those_that_were_measured():
+def test_timings_are_those_of_the_stats():
     stats = Stats(110, 10, 21, 131, prefill_tokens_per_s=50.0, decode_tokens_per_s=10.0)
     assert timings(stats) == {
         "cache_n": 10, "prompt_n": 100, "prompt_ms": 2000.0, "prompt_per_second": 50.0,
@@ -142,33 +142,33 @@ def test_times_are_those_that_were_measured():
 
 
 @pytest.mark.parametrize("fields", [["reasoning_content"], ["reasoning"], ["reasoning", "reasoning_content"]])
-def test_a_thought_that_comes_back_is_given_to_the_template(fields):
-    said = {"role": "assistant", "content": "Paris.", **dict.fromkeys(fields, "They ask.")}
-    asked = ChatRequest.model_validate({"messages": [*messages("Where?"), said, *messages("Sure?")]})
-    turns = asked.turns(Defaults(system="Be brief."))
+def test_a_returned_thought_is_passed_to_the_template(fields):
+    reply = {"role": "assistant", "content": "Paris.", **dict.fromkeys(fields, "They ask.")}
+    request = ChatRequest.model_validate({"messages": [*messages("Where?"), reply, *messages("Sure?")]})
+    turns = request.turns(Defaults(system="Be brief."))
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
 
 
 @pytest.mark.parametrize(
-    ("sent", "given"),
+    ("sent", "expected"),
     [({"arguments": arguments}, {}) for arguments in ("", "null", None)]
     + [({}, {}), ({"arguments": {"a": 1}}, {"a": 1})],
 )
-def test_the_arguments_of_a_call_are_an_object(sent, given):
-    """Clients send "" or null for none, or leave them out, and templates iterate over them."""
+def test_arguments_of_a_tool_call_become_an_object(sent, expected):
+    """Without arguments, clients send "" or null or leave them out, and templates iterate over them."""
     called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", **sent}}]}
     (turn,) = ChatRequest.model_validate({"messages": [called]}).turns(Defaults())
-    assert json.loads(turn.more)["tool_calls"][0]["function"] == {"name": "f", "arguments": given}
+    assert json.loads(turn.more)["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
 
 
-def test_names_are_the_templates_and_marks_for_other_caches_nobodys():
+def test_names_reach_the_template_and_cache_marks_do_not():
     mark = {"cache_control": {"type": "ephemeral"}}
-    said = [
+    sent = [
         {"role": "user", "name": "bob", "content": [{"type": "text", "text": "Hi.", **mark}], **mark},
         {"role": "assistant", "name": "eve", "content": None},
     ]
-    turns = ChatRequest.model_validate({"messages": said}).turns(Defaults())
+    turns = ChatRequest.model_validate({"messages": sent}).turns(Defaults())
     assert [(turn.content, json.loads(turn.more)) for turn in turns] == [
         ("Hi.", {"name": "bob"}),
         ("", {"name": "eve"}),
@@ -176,7 +176,7 @@ def test_names_are_the_templates_and_marks_for_other_caches_nobodys():
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_may_stand_beside_the_type(kind):
+def test_a_schema_can_be_next_to_the_type(kind):
     schema = {"type": "object", "properties": {"a": {}}}
     form = {"type": kind, "schema": schema, "json_schema": None}
     body = {"messages": messages("a"), "response_format": form}
@@ -186,27 +186,27 @@ def test_a_schema_may_stand_beside_the_type(kind):
 
 
 @pytest.mark.parametrize("stop", [None, "", [], ["", ""]])
-def test_a_stop_that_asks_for_nothing_leaves_the_servers(stop):
-    asked = ChatRequest.model_validate({"messages": messages("a"), "stop": stop})
-    assert asked.sampling(Defaults(Sampling(stop=("x",))), 64).stop == ("x",)
+def test_an_empty_stop_keeps_the_servers_own(stop):
+    request = ChatRequest.model_validate({"messages": messages("a"), "stop": stop})
+    assert request.sampling(Defaults(Sampling(stop=("x",))), 64).stop == ("x",)
 
 
 def test_an_event_is_one_line_for_every_client():
-    """httpx and others end lines at these characters too."""
-    said = "a\u2028b\u2029c\u0085d"
-    (line,) = framed({"said": said}).split("\n\n")[0].splitlines()
-    assert json.loads(line.removeprefix("data: ")) == {"said": said}
+    """httpx and others also end lines at these characters."""
+    text = "a\u2028b\u2029c\u0085d"
+    (line,) = framed({"said": text}).split("\n\n")[0].splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"said": text}
 
 
-def test_variables_take_the_place_of_the_servers():
+def test_template_variables_override_the_servers():
     known = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, template_variables=("depth", "other"))
-    asked = ChatRequest.model_validate({"messages": messages("a"), "chat_template_kwargs": {"depth": ["a", 2]}})
-    args = asked.template_args(Load(template_args=("depth=1", "other=x")), known)
+    request = ChatRequest.model_validate({"messages": messages("a"), "chat_template_kwargs": {"depth": ["a", 2]}})
+    args = request.template_args(Load(template_args=("depth=1", "other=x")), known)
     assert parse_args(args) == {"depth": ["a", 2], "other": "x"}
 
 
 @pytest.mark.parametrize(
-    ("used", "effort", "given"),
+    ("used", "effort", "expected"),
     [
         ({"enable_thinking"}, "none", {"enable_thinking": False}),
         ({"enable_thinking"}, "low", {"enable_thinking": True}),
@@ -214,10 +214,10 @@ def test_variables_take_the_place_of_the_servers():
         (set(), "none", {}),
     ],
 )
-def test_an_effort_is_what_the_template_knows_of_it(used, effort, given):
+def test_reasoning_effort_becomes_a_variable_of_the_template(used, effort, expected):
     known = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, template_variables=(*used,))
-    asked = ChatRequest.model_validate({"messages": messages("a"), "reasoning_effort": effort})
-    assert parse_args(asked.template_args(Load(), known)) == given
+    request = ChatRequest.model_validate({"messages": messages("a"), "reasoning_effort": effort})
+    assert parse_args(request.template_args(Load(), known)) == expected
 
 
 def test_a_silent_stream_is_kept_alive(fake):
@@ -229,7 +229,7 @@ def test_a_silent_stream_is_kept_alive(fake):
     assert lines.count(b": ping\n") > 1
 
 
-def test_without_its_packages_the_command_says_how_to_install_them(monkeypatch):
+def test_missing_packages_name_the_install_command(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "prometheus_client" else name)
     with pytest.raises(UsageError) as caught:
         command.serve(Resolved.__new__(Resolved), "127.0.0.1", 0, "", (), 1)

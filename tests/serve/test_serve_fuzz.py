@@ -1,6 +1,6 @@
-"""Bodies of any kind: each gets an answer or a reason, and the server goes on.
+"""Bodies of any kind: each gets an answer or a reason, and the server keeps running.
 
-``KVCHAT_TEST_BODIES=2000`` sends so many to the fake engine, and a tenth of them to the bundled model.
+``KVCHAT_TEST_BODIES=2000`` sends that many to the fake engine, and a tenth of them to the bundled model.
 """
 
 import json
@@ -26,25 +26,25 @@ FIELDS = (
 )  # fmt: skip
 
 
-TOLD = {"role": "tool", "tool_call_id": "1", "content": "a"}
+TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "a"}
 
 
 def valid(path: str, draw: random.Random) -> dict[str, Any]:
-    said: list[dict[str, Any]] = [{"role": draw.choice(("user", "system", "assistant")), "content": "a"}]
+    turns: list[dict[str, Any]] = [{"role": draw.choice(("user", "system", "assistant")), "content": "a"}]
     if draw.random() < 0.3:
         function = {"name": "f", "arguments": "{}"}
         called = {"id": "1", "type": "function", "function": function}
-        said = [draw.choice(({"role": "assistant", "content": None, "tool_calls": [called]}, TOLD))]
+        turns = [draw.choice(({"role": "assistant", "content": None, "tool_calls": [called]}, TOOL_RESULT))]
     body: dict[str, Any] = {"max_tokens": 2, "temperature": 0} if path.startswith("/v1") else {}
     if path == "/v1/completions":
         return body | {"prompt": "Once"}
     if path == "/v1/chat/completions" and draw.random() < 0.3:
         body |= {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
-    return body | {"messages": [{"role": "user", "content": "Hello!"}, *said][: draw.randint(1, 2)]}
+    return body | {"messages": [{"role": "user", "content": "Hello!"}, *turns][: draw.randint(1, 2)]}
 
 
 def broken(body: Any, draw: random.Random) -> Any:
-    """A body with something odd at some place."""
+    """A body with an odd value somewhere."""
     if isinstance(body, dict) and body and draw.random() < 0.7:
         name = draw.choice([*body, draw.choice(FIELDS)])
         return {**body, name: broken(body.get(name), draw) if draw.random() < 0.5 else draw.choice(ODD)}
@@ -67,7 +67,7 @@ def nested(_: bytes, draw: random.Random) -> bytes:
     return b'{"messages": ' + b"[" * depth + b"]" * draw.choice((0, depth)) + b"}"
 
 
-WAYS: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flipped, nested, lambda raw, _: raw)
+DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flipped, nested, lambda raw, _: raw)
 
 
 def body_of(number: int) -> tuple[str, bytes]:
@@ -75,7 +75,7 @@ def body_of(number: int) -> tuple[str, bytes]:
     path = draw.choice(PATHS)
     body = broken(valid(path, draw), draw)
     raw = json.dumps(body, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
-    return path, raw if draw.random() < 0.6 else draw.choice(WAYS)(raw, draw)
+    return path, raw if draw.random() < 0.6 else draw.choice(DAMAGES)(raw, draw)
 
 
 @pytest.mark.parametrize(("server", "bodies"), [("fake", BODIES), ("bundled", BODIES // 10)])

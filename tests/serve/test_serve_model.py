@@ -1,4 +1,4 @@
-"""The server with the bundled model, asked by OpenAI's client and by plain HTTP."""
+"""The server with the bundled model, used by OpenAI's client and by plain HTTP."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvchat.cli.main import app
 
-pytestmark = pytest.mark.slow("the bundled model is loaded by the server's child")
+pytestmark = pytest.mark.slow("the server's child loads the bundled model")
 QUESTION = "What is the capital of France?"
 SEA = "The sea was calm and the whale went on. " * 40
 STORY = "Tell me a story about a whale that has lost its way."
@@ -43,8 +43,8 @@ def client(bundled):
         yield client
 
 
-def stays(folder: Path) -> bool:
-    """True if something is in the folder and does not grow for a second."""
+def is_stable(folder: Path) -> bool:
+    """True if the folder has files and none grows for a second."""
     sizes = []
     for _ in range(2):
         sizes.append([file.stat().st_size for file in folder.iterdir()] if folder.is_dir() else [])
@@ -59,11 +59,11 @@ def cached(answer) -> int:
 # ---- answers
 
 
-def test_answers_are_those_of_kvchat_ask(client):
+def test_answers_match_kvchat_ask(client):
     command = ["ask", QUESTION, "--system", "Be brief.", "--temperature", "0", "--json"]
     result = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
-    said = [{"role": "developer", "content": "Be brief."}, *messages(QUESTION)]
-    answer = client.chat.completions.create(messages=said, **GREEDY)
+    turns = [{"role": "developer", "content": "Be brief."}, *messages(QUESTION)]
+    answer = client.chat.completions.create(messages=turns, **GREEDY)
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == (result["text"], "stop")
     assert answer.usage.completion_tokens == result["stats"]["generated_tokens"]
@@ -72,39 +72,39 @@ def test_answers_are_those_of_kvchat_ask(client):
     assert client.chat.completions.create(messages=in_parts, **GREEDY).choices[0].message.content == result["text"]
 
 
-def test_a_stream_says_the_same_in_pieces(client):
+def test_a_stream_matches_the_whole_answer(client):
     whole = client.chat.completions.create(messages=messages(STORY), max_tokens=60, **GREEDY)
-    asked = {"messages": messages(STORY), "max_completion_tokens": 60, "stream": True, **GREEDY}
-    pieces = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    request = {"messages": messages(STORY), "max_completion_tokens": 60, "stream": True, **GREEDY}
+    pieces = list(client.chat.completions.create(**request, stream_options={"include_usage": True}))
     assert pieces[0].choices[0].delta.role == "assistant"
-    told = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
-    assert len([text for text in told if text]) > 3
-    assert "".join(told) == whole.choices[0].message.content
+    pieces_of_text = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+    assert len([text for text in pieces_of_text if text]) > 3
+    assert "".join(pieces_of_text) == whole.choices[0].message.content
     assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 60
     assert pieces[-1].choices == []
     assert len({piece.id for piece in pieces}) == 1
-    assert all(piece.usage is None for piece in client.chat.completions.create(**asked))
+    assert all(piece.usage is None for piece in client.chat.completions.create(**request))
 
 
-def test_a_text_goes_on_without_the_template(client):
-    asked = {"prompt": "Once upon a time, there was", "max_tokens": 24, **GREEDY}
-    whole = client.completions.create(**asked)
+def test_completions_continue_a_text_without_the_template(client):
+    request = {"prompt": "Once upon a time, there was", "max_tokens": 24, **GREEDY}
+    whole = client.completions.create(**request)
     text = whole.choices[0].text
     assert len(text.split()) > 8
     assert client.completions.create(prompt="Once upon a time", **GREEDY).usage.completion_tokens == 16
-    assert "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True)) == text
+    assert "".join(piece.choices[0].text for piece in client.completions.create(**request, stream=True)) == text
     word = text.split()[5]
-    stopped = client.completions.create(**asked, stop=[word])
+    stopped = client.completions.create(**request, stop=[word])
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text == text[: text.index(word)]
 
 
-def test_what_draws_tokens_counts(client):
+def test_sampling_parameters_take_effect(client):
     def drawn(**fields):
-        asked = {"model": "bundled", "messages": messages(STORY), "max_tokens": 24, "temperature": 1.0} | fields
-        extra = {name: asked.pop(name) for name in ("top_k", "repetition_penalty") if name in asked}
-        return client.chat.completions.create(**asked, extra_body=extra).choices[0].message.content
+        request = {"model": "bundled", "messages": messages(STORY), "max_tokens": 24, "temperature": 1.0} | fields
+        extra = {name: request.pop(name) for name in ("top_k", "repetition_penalty") if name in request}
+        return client.chat.completions.create(**request, extra_body=extra).choices[0].message.content
 
     assert drawn(seed=3) == drawn(seed=3) != drawn(seed=4)
     greedy = drawn(temperature=0)
@@ -112,7 +112,7 @@ def test_what_draws_tokens_counts(client):
     assert drawn(temperature=0, repetition_penalty=5.0) != greedy
 
 
-def test_tokens_are_counted_before_they_are_read(bundled):
+def test_token_counts_match_the_prompt(bundled):
     body = {"messages": messages(QUESTION, "Paris.", STORY)}
     answer = bundled.ask("/v1/chat/completions", body | {"max_tokens": 1}).json
     counted = bundled.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
@@ -122,32 +122,32 @@ def test_tokens_are_counted_before_they_are_read(bundled):
     assert bundled.ask("/tokenize", {}).status == bundled.ask("/tokenize", body | {"content": "a"}).status == 400
 
 
-def test_an_answer_fits_the_schema_that_was_asked_for(client):
+def test_an_answer_fits_the_requested_schema(client):
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
     place = {"name": "place", "schema": {**schema, "additionalProperties": False}}
     held = {"type": "json_schema", "json_schema": place}
-    asked = {"messages": messages(QUESTION), "max_tokens": 100, **GREEDY}
-    answer = client.chat.completions.create(**asked, response_format=held)
+    request = {"messages": messages(QUESTION), "max_tokens": 100, **GREEDY}
+    answer = client.chat.completions.create(**request, response_format=held)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Rome", "Paris")
     assert answer.choices[0].finish_reason == "stop"
-    pieces = client.chat.completions.create(**asked, response_format=held, stream=True)
+    pieces = client.chat.completions.create(**request, response_format=held, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
-    free = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    free = client.chat.completions.create(**request, response_format={"type": "json_object"})
     assert free.choices[0].message.content.startswith("{")
 
 
-# ---- what is not read again
+# ---- reused prefixes
 
 
-def test_a_talk_is_not_read_again_whatever_comes_between(client):
-    said = [SEA + "Who was calm?"]
-    answer = client.chat.completions.create(messages=messages(*said), max_tokens=16, **GREEDY)
+def test_a_conversation_is_reused_after_other_requests(client):
+    turns = [SEA + "Who was calm?"]
+    answer = client.chat.completions.create(messages=messages(*turns), max_tokens=16, **GREEDY)
     for question in ("And the whale?", "And then?"):
         title = client.chat.completions.create(messages=messages(TITLE), max_tokens=4, **GREEDY)
         assert title.kvchat["mode"] == "full"
-        said += [answer.choices[0].message.content, question]
+        turns += [answer.choices[0].message.content, question]
         stored = answer.usage.total_tokens
-        answer = client.chat.completions.create(messages=messages(*said), max_tokens=16, **GREEDY)
+        answer = client.chat.completions.create(messages=messages(*turns), max_tokens=16, **GREEDY)
         assert cached(answer) in (stored, stored - 1)
         assert answer.kvchat["resumed"]["from"] == "memory"
         assert answer.timings["cache_n"] == cached(answer)
@@ -156,18 +156,18 @@ def test_a_talk_is_not_read_again_whatever_comes_between(client):
     assert cached(again) == again.usage.prompt_tokens - 1
 
 
-def test_talks_are_kept_on_disk_where_asked_and_an_engine_that_dies_costs_no_reading(tmp_path):
-    said = [SEA + "Who was calm?"]
+def test_saved_conversations_survive_an_engine_crash(tmp_path):
+    turns = [SEA + "Who was calm?"]
     with serving(tmp_path, "--keep") as served:
-        answer = served.chat(*said, max_tokens=8).json
-        said += [answer["choices"][0]["message"]["content"], "And then?"]
+        answer = served.chat(*turns, max_tokens=8).json
+        turns += [answer["choices"][0]["message"]["content"], "And then?"]
         folder = tmp_path / "served"
-        wait_until(lambda: stays(folder))
+        wait_until(lambda: is_stable(folder))
         children = subprocess.run(["pgrep", "-P", str(served.process.pid)], capture_output=True, text=True, check=True)
         os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
         wait_until(lambda: served.figure("engine_restarts") == 1)
         wait_until(lambda: served.ask("/health").status == 200)
-        second = served.chat(*said, max_tokens=8).json
+        second = served.chat(*turns, max_tokens=8).json
         assert second["kvchat"]["resumed"]["from"] == "disk"
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
 
@@ -221,19 +221,19 @@ def own(tmp_path_factory):
     flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0", "--system", SEA)
     with serving(folder, *flags, "--chat-template", str(folder / "template.jinja")) as served:
         yield served
-    assert not (folder / "served").exists(), "nothing is kept unless --keep asks for it"
+    assert not (folder / "served").exists(), "nothing is saved without --keep"
 
 
-def test_the_server_has_a_mode_and_limits_of_its_own(own):
+def test_options_of_the_server_set_mode_and_limits(own):
     answer = own.ask("/v1/chat/completions", {"messages": messages(STORY)}).json
     assert (answer["kvchat"]["mode"], answer["kvchat"]["params"]["budget"]) == ("streaming", 256)
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
     assert answer["usage"]["prompt_tokens"] > 300
     brief = [{"role": "system", "content": "Be brief."}, *messages(STORY)]
-    said = own.ask("/v1/chat/completions", {"messages": brief}).json
-    assert said["usage"]["prompt_tokens"] < 100
-    for path, asked in (("chat/completions", {"messages": messages(STORY)}), ("completions", {"prompt": STORY})):
-        endless = own.ask(f"/v1/{path}", {**asked, "max_tokens": -1, "stop": list("aeiou")}).json
+    short = own.ask("/v1/chat/completions", {"messages": brief}).json
+    assert short["usage"]["prompt_tokens"] < 100
+    for path, request in (("chat/completions", {"messages": messages(STORY)}), ("completions", {"prompt": STORY})):
+        endless = own.ask(f"/v1/{path}", {**request, "max_tokens": -1, "stop": list("aeiou")}).json
         assert endless["choices"][0]["finish_reason"] == "stop"
     full = own.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
     assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
@@ -242,46 +242,46 @@ def test_the_server_has_a_mode_and_limits_of_its_own(own):
 # ---- tools and probabilities
 
 
-def test_a_template_is_given_variables_tools_and_what_they_gave(own):
-    def count(said, **fields):
-        body = {"messages": said, **fields}
+def test_a_template_gets_variables_tools_and_their_results(own):
+    def count(turns, **fields):
+        body = {"messages": turns, **fields}
         return own.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
 
-    asked = messages("What is the weather in Paris?")
-    bare, with_tools = count(asked), count(asked, tools=TOOLS)
-    assert count(asked, chat_template_kwargs={"shout": True}) > bare
-    assert count(asked, chat_template_kwargs={"shout": False}) == bare
+    question = messages("What is the weather in Paris?")
+    bare, with_tools = count(question), count(question, tools=TOOLS)
+    assert count(question, chat_template_kwargs={"shout": True}) > bare
+    assert count(question, chat_template_kwargs={"shout": False}) == bare
     refused = own.chat(QUESTION, chat_template_kwargs={"whisper": True})
     assert (refused.status, refused.error["param"]) == (400, "whisper")
     assert "shout" in refused.error["message"]
     assert own.chat(QUESTION, reasoning_effort="low").status == 400
     assert with_tools > bare + 40
-    assert count(asked, tools=TOOLS, tool_choice="none") == count(asked, tools=[]) == bare
+    assert count(question, tools=TOOLS, tool_choice="none") == count(question, tools=[]) == bare
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     called = {"id": "1", "type": "function", "function": function}
-    talk = [*asked, {"role": "assistant", "content": None, "tool_calls": [called]}]
-    talk.append({"role": "tool", "tool_call_id": "1", "content": "Sunny."})
-    assert count(talk, tools=TOOLS) > with_tools + 20
-    first = own.ask("/v1/chat/completions", {"messages": asked, "tools": TOOLS, "max_tokens": 1}).json
+    conversation = [*question, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    conversation.append({"role": "tool", "tool_call_id": "1", "content": "Sunny."})
+    assert count(conversation, tools=TOOLS) > with_tools + 20
+    first = own.ask("/v1/chat/completions", {"messages": question, "tools": TOOLS, "max_tokens": 1}).json
     assert first["choices"][0]["finish_reason"] == "length"
-    answer = own.ask("/v1/chat/completions", {"messages": talk, "tools": TOOLS, "max_tokens": 4}).json
+    answer = own.ask("/v1/chat/completions", {"messages": conversation, "tools": TOOLS, "max_tokens": 4}).json
     assert answer["choices"][0]["message"]["content"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= with_tools - 1
     spelled = [{"type": "function", "function": {"name": "weather", "description": "<|im_end|>" * 9}}]
-    assert count(asked, tools=spelled) > bare + 9 * 3  # spelled out, no token of its own
+    assert count(question, tools=spelled) > bare + 9 * 3  # spelled out, not a special token
 
 
-def test_probabilities_are_those_of_the_tokens_that_were_drawn(client):
-    asked = {"messages": messages(STORY), "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
-    choice = client.chat.completions.create(**asked, **GREEDY).choices[0]
+def test_logprobs_are_those_of_the_sampled_tokens(client):
+    request = {"messages": messages(STORY), "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
+    choice = client.chat.completions.create(**request, **GREEDY).choices[0]
     scores = choice.logprobs.content
     assert "".join(one.token for one in scores) == choice.message.content
     assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].token == one.token for one in scores)
     assert all(one.top_logprobs[1].logprob <= one.logprob <= 0 for one in scores)
-    pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True, **GREEDY)]
-    told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content]
-    assert [one.token for one in told] == [one.token for one in scores]
-    assert [one.logprob for one in told] == pytest.approx([one.logprob for one in scores], abs=1e-3)
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**request, stream=True, **GREEDY)]
+    streamed = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in scores]
+    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in scores], abs=1e-3)
     warm = client.chat.completions.create(
         messages=messages(STORY), max_tokens=24, logprobs=True, temperature=5.0, seed=1, model="bundled"
     )
@@ -294,10 +294,10 @@ def test_probabilities_are_those_of_the_tokens_that_were_drawn(client):
     assert client.completions.create(prompt="Once upon a time", **GREEDY).choices[0].logprobs is None
 
 
-def test_penalties_keep_an_answer_from_repeating_itself(client):
+def test_penalties_reduce_repetition(client):
     def drawn(**fields):
-        asked = {"prompt": "one two three one two three one two three", "max_tokens": 40, "logprobs": 0}
-        return client.completions.create(**asked, **fields, **GREEDY).choices[0].logprobs.tokens
+        request = {"prompt": "one two three one two three one two three", "max_tokens": 40, "logprobs": 0}
+        return client.completions.create(**request, **fields, **GREEDY).choices[0].logprobs.tokens
 
     free = drawn()
     assert drawn(presence_penalty=0, frequency_penalty=0.0) == free
@@ -312,7 +312,7 @@ def test_penalties_keep_an_answer_from_repeating_itself(client):
 # ---- refusals
 
 
-def test_a_talk_longer_than_the_context_is_refused_with_numbers(client):
+def test_a_conversation_longer_than_the_context_is_refused(client):
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(messages=messages("word " * 20_000), **GREEDY)
     assert caught.value.type == "exceed_context_size_error"
@@ -365,16 +365,16 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_nothing_is_accepted_and_ignored(bundled, fields, param):
+def test_unsupported_fields_are_refused(bundled, fields, param):
     refused = bundled.ask("/v1/chat/completions", {"messages": messages(QUESTION), **fields})
     assert refused.status == 400
     assert refused.error["type"] == "invalid_request_error"
     assert refused.error["param"] == param
     assert refused.error["message"]
-    assert "max_new_tokens" not in refused.error["message"], "which nobody sent"
+    assert "max_new_tokens" not in refused.error["message"], "no request has this name"
 
 
-def test_what_asks_for_nothing_is_accepted(bundled):
+def test_neutral_fields_are_accepted(bundled):
     neutral = {
         "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": [],
         "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
@@ -386,15 +386,15 @@ def test_what_asks_for_nothing_is_accepted(bundled):
     assert bundled.chat(QUESTION, stop=["", ""], seed=-1, top_k=-1, max_tokens=4).status == 200
     body = json.dumps({"messages": messages(QUESTION), "max_tokens": 4}).encode()
     assert bundled.ask("/v1/chat/completions", b"\xef\xbb\xbf" + body, Content_Type="Application/JSON").status == 200
-    said = {"role": "assistant", "content": "Paris.", **dict.fromkeys(("refusal", "tool_calls", "audio", "images"))}
-    body = {"messages": [*messages(QUESTION), said, *messages("Sure?")], "max_tokens": 4}
+    reply = {"role": "assistant", "content": "Paris.", **dict.fromkeys(("refusal", "tool_calls", "audio", "images"))}
+    body = {"messages": [*messages(QUESTION), reply, *messages("Sure?")], "max_tokens": 4}
     assert bundled.ask("/v1/chat/completions", body).status == 200
 
 
-# ---- figures
+# ---- metrics
 
 
-def test_prometheus_reads_the_figures(bundled):
+def test_prometheus_reads_the_metrics(bundled):
     before = bundled.figure("tokens_predicted_total")
     answer = bundled.chat(STORY, max_tokens=9).json
     families = {one.name: one for one in text_string_to_metric_families(bundled.ask("/metrics").text)}
@@ -406,45 +406,45 @@ def test_prometheus_reads_the_figures(bundled):
     assert all(re.fullmatch(r"kvchat:[a-z_]+", name) for name in families)
 
 
-# ---- many at once
+# ---- many clients at once
 
 
-def test_many_clients_get_their_own_answers_and_read_little_again(bundled):
-    """Eight clients, requests in mixed order: talks that go on, and titles that come between; 200 in the long form."""
+def test_many_clients_get_their_own_answers_and_reread_nothing(bundled):
+    """Eight clients continue conversations and ask for titles in between; 200 requests in the long form."""
     rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 5, 8
     problems: list[str] = []
     reread: list[int] = []
     levels: list[float] = []
 
-    def talk(number):
+    def converse(number):
         with bundled.client() as client:
-            said, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
+            turns, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
             for turn in range(rounds):
                 if turn % 5 == number % 5:
                     title = messages(f"Title {number}: {TITLE[:300]}")
                     client.chat.completions.create(messages=title, max_tokens=4, **GREEDY)
                     continue
-                answer = client.chat.completions.create(messages=messages(*said), max_tokens=6, **GREEDY)
+                answer = client.chat.completions.create(messages=messages(*turns), max_tokens=6, **GREEDY)
                 text = answer.choices[0].message.content
                 reread.append(max(0, stored - cached(answer)))
                 stored = cached(answer) + answer.timings["prompt_n"] + answer.usage.completion_tokens - 1
-                alone = told.setdefault(tuple(said), text)
+                alone = answers.setdefault(tuple(turns), text)
                 if alone != text:
                     problems.append(f"{number}: {text!r} is not {alone!r}")
-                said += [text, f"And {number}{turn}?"]
+                turns += [text, f"And {number}{turn}?"]
                 levels.append(bundled.figure("process_bytes"))
 
-    told: dict[tuple[str, ...], str] = {}
-    threads = [threading.Thread(target=talk, args=(number,)) for number in range(clients)]
+    answers: dict[tuple[str, ...], str] = {}
+    threads = [threading.Thread(target=converse, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not problems
-    assert len(told) == clients * rounds * 4 // 5
+    assert len(answers) == clients * rounds * 4 // 5
     assert sum(reread) == 0
     half = len(levels) // 2
     assert max(levels[half:]) < 1.25 * max(levels[:half])
-    for said, text in list(told.items())[::20]:  # alone, from nothing
-        again = bundled.chat(*said, max_tokens=6).json
+    for turns, text in list(answers.items())[::20]:  # alone, without a cache
+        again = bundled.chat(*turns, max_tokens=6).json
         assert again["choices"][0]["message"]["content"] == text
