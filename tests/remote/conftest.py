@@ -21,14 +21,14 @@ def _own_keys(monkeypatch, tmp_path):
 
 @pytest.fixture
 def serve():
-    """Start a fake server of a kind that streams some frames."""
+    """Starts fake servers that stream scripted frames."""
     with ExitStack() as started:
         yield lambda kind="vLLM", frames=HELLO: started.enter_context(FakeServer(kind, frames))
 
 
 @pytest.fixture
 def connect():
-    """Open sessions, and close them at the end."""
+    """Opens sessions, and closes them at the end."""
     opened: list[RemoteSession] = []
 
     def connected(url, **load):

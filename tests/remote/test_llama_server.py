@@ -1,4 +1,4 @@
-"""llama.cpp's own server with SmolLM2: chat, stop, errors, a context that is full, its figures."""
+"""llama.cpp's own server with SmolLM2: chat, stop, errors, a full context, metrics."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ FACT = Turn("user", "My cat is called Biscuit.")
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 
 
-def test_it_is_recognized_with_what_it_tells_of_its_model(llama, connect):
+def test_the_server_and_its_model_are_recognized(llama, connect):
     info = connect(llama.url).info
     assert (info.server, info.context, info.weights) == (servers.LLAMA, 512, "Q4_1")
     assert info.parameters == 134_515_008
     assert "-ctk" in info.offers
 
 
-def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, connect):
+def test_a_conversation_is_answered_and_its_prefix_reused(llama, connect):
     session = connect(llama.url)
     events = asked(session, (FACT,), GREEDY)
     started = events[0]
@@ -41,21 +41,21 @@ def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, conn
     assert snapshot.server.reused_tokens == again.reused_tokens
 
 
-def test_a_stop_frees_the_server_at_once(llama, connect):
+def test_a_stop_frees_the_server(llama, connect):
     session = connect(llama.url)
     long = Sampling(temperature=0, max_new_tokens=400)
     *_, finished = session.answer((FACT,), long, lambda tokens: session.cancel() if tokens >= 3 else None)
     assert finished.reason == "stopped"
     assert 3 <= finished.stats.generated_tokens < 100
     deadline = time.monotonic() + 20
-    while session.snapshot().server.running != 0:  # it notices that nobody listens
+    while session.snapshot().server.running != 0:  # until it notices the disconnect
         session.details()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llama, connect):
+def test_a_conversation_longer_than_the_context_is_refused(llama, connect):
     session = connect(llama.url)
     with pytest.raises(DoesNotFitError, match=r"512") as refused:
         asked(session, (Turn("user", "word " * 600),), GREEDY)
@@ -63,10 +63,10 @@ def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llam
     assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_its_own_figures_are_read_once_a_second(llama, connect):
+def test_metrics_of_the_server_are_read_on_request(llama, connect):
     session = connect(llama.url)
     asked(session, (FACT,), GREEDY)
-    assert session.snapshot().server.running is None  # nobody looks
+    assert session.snapshot().server.running is None  # not requested yet
     session.details()
     figures = session.snapshot().server
     assert (figures.capacity, figures.running, figures.waiting) == (512, 0, 0)
@@ -75,7 +75,7 @@ def test_its_own_figures_are_read_once_a_second(llama, connect):
     assert not figures.missing
 
 
-def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect):
+def test_a_killed_server_is_found_again_after_its_restart(connect):
     pytest.importorskip("xllamacpp")
     from support.llama_server import LlamaServer
 
@@ -90,7 +90,7 @@ def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect):
         assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_two_sessions_at_once_wait_for_each_other_and_mix_nothing(llama, connect):
+def test_two_concurrent_sessions_get_their_own_answers(llama, connect):
     sessions = [connect(llama.url) for _ in range(2)]
     texts: dict[int, str] = {}
 

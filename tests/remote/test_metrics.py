@@ -1,4 +1,4 @@
-"""The figures that servers give of themselves, from the text that they print."""
+"""Metrics that servers publish, read from the text that they print."""
 
 import asyncio
 import re
@@ -13,8 +13,8 @@ from kvchat.remote.metrics import MetricsReader, Samples
 from kvchat.remote.servers import parse
 
 
-def printed(program: str, labels: str, counters: dict[str, float], gauges: dict[str, float]) -> str:
-    """Figures as a program prints them, each with its labels; what a name has in braces are labels of its own."""
+def metrics_text(program: str, labels: str, counters: dict[str, float], gauges: dict[str, float]) -> str:
+    """Metrics as a program prints them, each with labels; braces in a name hold its own labels."""
     lines = []
     for kind, figures in (("counter", counters), ("gauge", gauges)):
         for figure, value in figures.items():
@@ -44,10 +44,10 @@ def vllm(generated: int) -> str:
         'cache_config_info{block_size="128",cache_dtype="auto",num_gpu_blocks="455"}': 1.0,
         "kv_offload_cpu_cache_usage_perc": 0.5,
     }
-    return printed("vllm", 'engine="0",model_name="m"', counters, gauges)
+    return metrics_text("vllm", 'engine="0",model_name="m"', counters, gauges)
 
 
-SGLANG = printed(
+SGLANG = metrics_text(
     "sglang",
     'model_name="m",tp_rank="0"',
     {'cached_tokens_total{cache_source="device"}': 70.0, 'cached_tokens_total{cache_source="host"}': 30.0},
@@ -89,14 +89,14 @@ def reading(serve):
         one.close()
 
 
-def test_the_parser_renames_counters_and_a_sample_is_found_by_either_name():
+def test_a_counter_is_found_under_both_names():
     text = "# TYPE llamacpp:n_tokens_max counter\nllamacpp:n_tokens_max 7\n"
     (family,) = text_string_to_metric_families(text)
     assert family.samples[0].name == "llamacpp:n_tokens_max_total"
     assert Samples(text).sum("llamacpp:n_tokens_max") == Samples(text).sum("llamacpp:n_tokens_max_total") == 7
 
 
-def test_figures_of_vllm(reading):
+def test_metrics_of_vllm(reading):
     figures = reading(servers.VLLM, vllm(100)).read()
     assert (figures.used_share, figures.capacity) == (0.25, 58_240)
     assert (figures.prefix_share, figures.prefix_tokens) == (0.75, 150)
@@ -105,13 +105,13 @@ def test_figures_of_vllm(reading):
     assert (figures.running, figures.waiting, figures.drafts_share) == (1, 2, 0.75)
 
 
-def test_engines_side_by_side_are_added_and_shares_are_their_mean(reading):
+def test_several_engines_are_summed_and_shares_averaged(reading):
     text = re.sub('(?m)^(vllm.*)engine="0"(.*)$', r'\g<0>\n\1engine="1"\2', vllm(100))
     figures = reading(servers.VLLM, text).read()
     assert (figures.capacity, figures.running, figures.used_share, figures.prefix_share) == (116_480, 2, 0.25, 0.75)
 
 
-def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading):
+def test_speed_needs_two_readings_and_resets_with_the_server(reading):
     one = reading(servers.VLLM, vllm(100))
     assert one.read().tokens_per_s is None
     one.server.routes["/metrics"] = vllm(150)
@@ -122,7 +122,7 @@ def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading):
     assert one.read().tokens_per_s is None
 
 
-def test_figures_of_sglang(reading):
+def test_metrics_of_sglang(reading):
     figures = reading(servers.SGLANG, SGLANG).read()
     assert (figures.used_share, figures.capacity) == (0.28, 441_122)
     assert (figures.prefix_share, figures.prefix_tokens, figures.host_tokens) == (0.4, 100, 30)
@@ -131,9 +131,9 @@ def test_figures_of_sglang(reading):
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [(servers.LLAMA, "llamacpp"), (servers.KVCHAT, "kvchat")])
-def test_figures_of_llama_server_and_of_kvchat(reading, kind, prefix):
+def test_metrics_of_llama_server_and_kvchat(reading, kind, prefix):
     counters = {"prompt_tokens_total": 30, "prompt_tokens_cached_total": 90}
-    one = reading(kind, printed(prefix, "", counters, {"requests_processing": 1, "requests_deferred": 2}))
+    one = reading(kind, metrics_text(prefix, "", counters, {"requests_processing": 1, "requests_deferred": 2}))
     one.server.routes["/slots"] = [{"id": 0, "n_ctx": 2048}, {"id": 1, "n_ctx": 2048}]
     figures = one.read()
     assert (figures.prefix_share, figures.prefix_tokens, figures.running, figures.waiting) == (0.75, 90, 1, 2)
@@ -150,13 +150,13 @@ def test_figures_of_llama_server_and_of_kvchat(reading, kind, prefix):
         (servers.OLLAMA, (404, "")),
     ],
 )
-def test_figures_that_cannot_be_had_say_why(reading, kind, metrics):
+def test_unavailable_metrics_have_a_reason(reading, kind, metrics):
     figures = reading(kind, metrics).read()
     assert figures.missing
     assert figures == ServerFigures(kind, figures.place, missing=figures.missing)
 
 
-def test_a_server_that_is_gone_says_so(reading):
+def test_metrics_of_a_server_that_is_gone_have_a_reason(reading):
     one = reading(servers.VLLM, vllm(1))
     one.server.__exit__()
     assert one.read().missing

@@ -1,4 +1,4 @@
-"""A real vLLM for CPUs with the bundled model: chat, stop, a context that is full, its figures, prefixes found again.
+"""A real vLLM for CPUs with the bundled model: chat, stop, a full context, metrics, reused prefixes.
 
 ``KVCHAT_TEST_VLLM`` is its program, in an environment of its own.
 """
@@ -22,7 +22,7 @@ PROGRAM = os.environ.get("KVCHAT_TEST_VLLM", "")
 START_S = 400.0
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 STORY = Turn("user", "Tell me a story about a whale that has lost its way in the sea. " * 8)
-pytestmark = pytest.mark.skipif(not PROGRAM, reason="KVCHAT_TEST_VLLM names no vLLM")
+pytestmark = pytest.mark.skipif(not PROGRAM, reason="KVCHAT_TEST_VLLM is not set")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -61,7 +61,7 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def test_real_vllm_finds_the_beginning_of_each_turn_and_shows_it(vllm, connect):
+def test_real_vllm_reuses_the_prefix_of_each_turn(vllm, connect):
     session = connect(vllm)
     assert (session.info.server, session.info.context) == ("vLLM", 2048)
     turns, before = [STORY], 0
@@ -81,7 +81,7 @@ def test_real_vllm_finds_the_beginning_of_each_turn_and_shows_it(vllm, connect):
     assert (figures.running, figures.waiting) == (0, 0)
 
 
-def test_real_vllm_stops_when_nobody_listens(vllm, connect):
+def test_real_vllm_stops_when_the_client_disconnects(vllm, connect):
     session = connect(vllm)
     long = Sampling(temperature=0, max_new_tokens=1500)
     *_, finished = session.answer((STORY,), long, lambda tokens: session.cancel() if tokens >= 3 else None)
@@ -96,7 +96,7 @@ def test_real_vllm_stops_when_nobody_listens(vllm, connect):
     assert said(asked(session, (STORY,), GREEDY))
 
 
-def test_real_vllm_refuses_what_is_longer_than_its_context(vllm, connect):
+def test_real_vllm_refuses_a_prompt_longer_than_its_context(vllm, connect):
     session = connect(vllm)
     with pytest.raises(DoesNotFitError, match="2048"):
         asked(session, (Turn("user", "word " * 4000),), GREEDY)

@@ -1,4 +1,4 @@
-"""Which program answers at an address, its models, and the keys that it is given."""
+"""Which program runs at an address, its models, and the keys that are sent to it."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from kvchat.remote import servers
 from kvchat.remote.servers import Server, find, key_of, parse
 
 
-def look(url: str) -> Server:
+def inspect(url: str) -> Server:
     (found,) = asyncio.run(find([url]))
     if isinstance(found, tuple):
         raise found[1]
@@ -36,41 +36,41 @@ def look(url: str) -> Server:
         ("http://h:1234/v1/models", "http://h:1234", "http://h:1234/v1", ""),
     ],
 )
-def test_an_address_names_root_base_and_model(text, root, base, model):
+def test_an_address_gives_root_base_and_model(text, root, base, model):
     address = parse(text)
     assert (address.root, address.base, address.model) == (root, base, model)
 
 
 @pytest.mark.parametrize("text", ["http://", "http://h:x", "http://h:99999", "ftp://h", "h:8080", "http://h?key=1"])
-def test_what_is_no_address_is_refused_and_a_password_in_one_not_repeated(text):
+def test_invalid_addresses_are_refused_without_showing_passwords(text):
     for refused in (text, "http://me:geheim@h:8080"):
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as error:
             parse(refused)
-        assert "geheim" not in str(told.value)
+        assert "geheim" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_program_is_recognized(serve, kind):
-    assert look(serve(kind).url).kind == kind
+    assert inspect(serve(kind).url).kind == kind
 
 
-def test_mlx_lms_server_is_not_taken_for_transformers(serve):
+def test_mlx_lms_server_is_not_mistaken_for_transformers(serve):
     server = serve("transformers serve")
     server.routes["/v1/models"] = models({"id": "mlx-community/m"})
-    assert look(server.url).kind == "an OpenAI-compatible server"
+    assert inspect(server.url).kind == "an OpenAI-compatible server"
 
 
-def test_what_programs_tell_of_their_models_is_read(serve):
+def test_facts_about_models_are_read_from_each_program(serve):
     def facts(kind):
-        model = look(serve(kind).url).choose()
+        model = inspect(serve(kind).url).choose()
         return model.id, model.context, model.weights
 
     assert facts("vLLM") == ("Qwen/Qwen3-4B", 2048, "")
-    assert facts("Ollama") == ("b:2b", 4096, "")  # the one that is loaded, not the first
-    assert facts("LM Studio") == ("gemma", 4096, "Q4_K_M")  # and no model of embeddings
+    assert facts("Ollama") == ("b:2b", 4096, "")  # the loaded one, not the first
+    assert facts("LM Studio") == ("gemma", 4096, "Q4_K_M")  # and not the embedding model
 
 
-def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve):
+def test_llama_server_gives_context_per_slot_and_template_variables(serve):
     server = serve()
     meta = {"n_ctx": 8192, "n_params": 7, "size": 9, "ftype": "Q4_1"}
     server.routes = {
@@ -80,61 +80,61 @@ def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve):
             "chat_template": "{% if enable_thinking %}{{ bos_token }}{% endif %}{% for m in messages %}{% endfor %}",
         },
     }
-    model = look(server.url).choose()
+    model = inspect(server.url).choose()
     assert (model.context, model.parameters, model.weights, model.is_loaded) == (4096, 7, "Q4_1", True)
     assert model.template_variables == ("enable_thinking",)
-    server.routes["/props"] = {"chat_template": "{% if %}"}  # without --props, or a template of another language
-    assert look(server.url).choose().context == 8192
+    server.routes["/props"] = {"chat_template": "{% if %}"}  # without --props, or with a template in another language
+    assert inspect(server.url).choose().context == 8192
 
 
-def test_kvchat_serve_tells_the_variables_of_its_template(serve):
+def test_kvchat_serve_gives_its_template_variables(serve):
     server = serve()
     own = {"mode": "full", "template_variables": ["enable_thinking"]}
     server.routes = {"/v1/models": models({"id": "m", "owned_by": "kvchat", "meta": {"n_ctx": 16384}, "kvchat": own})}
-    found = look(server.url)
+    found = inspect(server.url)
     assert found.kind == "kvchat serve"
     assert (found.choose().context, found.choose().template_variables) == (16384, ("enable_thinking",))
 
 
-def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve):
+def test_a_named_model_is_chosen_or_refused(serve):
     url = serve("Ollama").url
-    assert look(f"{url}#a:1b").choose().id == "a:1b"
-    assert look(f"{serve('vLLM').url}#Qwen3-4B").choose().id == "Qwen/Qwen3-4B"
-    assert look(f"{serve('transformers serve').url}#other/m").choose().id == "other/m", "which lists not all it loads"
+    assert inspect(f"{url}#a:1b").choose().id == "a:1b"
+    assert inspect(f"{serve('vLLM').url}#Qwen3-4B").choose().id == "Qwen/Qwen3-4B"
+    assert inspect(f"{serve('transformers serve').url}#other/m").choose().id == "other/m", "it lists some models only"
     with pytest.raises(ModelError, match="a:1b"):
-        look(f"{url}#a:7b").choose()
+        inspect(f"{url}#a:7b").choose()
 
 
-def test_nobody_there_is_told():
+def test_a_port_without_a_server_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(EngineError, match=str(free.getsockname()[1])):
-            look(f"http://127.0.0.1:{free.getsockname()[1]}")
+            inspect(f"http://127.0.0.1:{free.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
     "body",
     ["<html>hello</html>", "[1, 2]", {"data": 3}, (500, "broken"), (404, {"detail": "Not Found"}), "[" * 100_000],
 )
-def test_what_is_no_server_of_models_is_refused(serve, body):
+def test_other_servers_are_refused(serve, body):
     server = serve()
     server.routes = {"/v1/models": body}
     with pytest.raises(UsageError, match="not a model server"):
-        look(server.url)
+        inspect(server.url)
 
 
-def test_facts_of_another_form_are_left_out(serve):
+def test_malformed_facts_are_left_out(serve):
     server = serve("Ollama")
     server.routes["/v1/models"] = models({"id": "a", "max_model_len": "many", "meta": [1]}, {"id": 7}, {})
     server.routes["/api/ps"] = {"models": [3, {"name": "a", "context_length": -1}]}
-    (model,) = look(server.url).models
+    (model,) = inspect(server.url).models
     assert (model.id, model.context) == ("a", 0)
 
 
 # ---- keys
 
 
-def keys(text: str, mode: int = 0o600) -> Path:
+def write_keys(text: str, mode: int = 0o600) -> Path:
     file = paths.server_keys_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
@@ -142,23 +142,23 @@ def keys(text: str, mode: int = 0o600) -> Path:
     return file
 
 
-def test_a_key_comes_from_the_file_else_from_the_environment(serve, monkeypatch):
+def test_a_key_comes_from_the_file_or_the_environment(serve, monkeypatch):
     server = serve()
     server.key = "k1"
     with pytest.raises(UsageError, match=r"Invalid API Key.*KVCHAT_API_KEY"):
-        look(server.url)
-    for ending in ("", " ", "\n", "\r\n", "\t"):  # that of the line which it was copied with
+        inspect(server.url)
+    for ending in ("", " ", "\n", "\r\n", "\t"):  # from the line that it was copied with
         monkeypatch.setenv("KVCHAT_API_KEY", f"k1{ending}")
-        assert look(server.url).kind == "vLLM"
+        assert inspect(server.url).kind == "vLLM"
     monkeypatch.setenv("KVCHAT_API_KEY", "wrong")
-    keys(f'"http://other:1" = "k2"\n"{server.url}/v1" = "k1"\n')
-    assert look(server.url).kind == "vLLM"
+    write_keys(f'"http://other:1" = "k2"\n"{server.url}/v1" = "k1"\n')
+    assert inspect(server.url).kind == "vLLM"
     assert key_of(parse("http://third:1"), {"KVCHAT_API_KEY": "k3"}) == "k3"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_a_file_of_keys_that_others_may_read_is_refused(mode):
-    file = keys('"http://h:1" = "geheim"', mode)
+def test_a_key_file_that_others_can_read_is_refused(mode):
+    file = write_keys('"http://h:1" = "geheim"', mode)
     with pytest.raises(UsageError) as refused:
         key_of(parse("http://h:1"), {})
     assert f"chmod 600 {file}" in refused.value.hint
@@ -166,8 +166,8 @@ def test_a_file_of_keys_that_others_may_read_is_refused(mode):
 
 
 @pytest.mark.parametrize("text", ['"http://h:1" = geheim', '"http://h:1" = 3', '"h" = "geheim"'])
-def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text):
-    keys(text)
+def test_a_malformed_key_file_is_refused_without_showing_it(text):
+    write_keys(text)
     with pytest.raises(UsageError) as refused:
         key_of(parse("http://h:1"), {})
     assert "geheim" not in str(refused.value)
@@ -175,10 +175,10 @@ def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text):
 
 @pytest.mark.parametrize("key", ["geheim\u2013", "ge\nheim", "ge\x00heim", "gehe\u200bim"])
 @pytest.mark.parametrize("is_in_file", [True, False])
-def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatch, key, is_in_file):
+def test_an_unsendable_key_is_refused_without_showing_it(serve, monkeypatch, key, is_in_file):
     server = serve()
     if is_in_file:
-        keys(f'"{server.url}" = {json.dumps(key)}')
+        write_keys(f'"{server.url}" = {json.dumps(key)}')
     else:
         monkeypatch.setattr(servers, "key_of", partial(key_of, environ={"KVCHAT_API_KEY": key}))
     ((_, refused),) = asyncio.run(find([server.url]))
@@ -188,17 +188,17 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatc
     assert not server.seen
 
 
-def test_a_key_does_not_follow_to_another_address(serve, monkeypatch):
+def test_a_redirect_does_not_get_the_key(serve, monkeypatch):
     other, server = serve(), serve()
     monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
     server.location = f"{other.url}/v1/models"
     server.routes["/v1/models"] = (307, "")
     with pytest.raises(UsageError, match="307"):
-        look(server.url)
+        inspect(server.url)
     assert other.seen == []
 
 
-def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(serve, monkeypatch):
+def test_usual_ports_are_searched_without_the_general_key(serve, monkeypatch):
     named, found, locked = serve(), serve(), serve()
     locked.key = "geheim"
     usual = (named.url, found.url, locked.url, "http://127.0.0.1:1")
@@ -210,7 +210,7 @@ def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(
     assert not named.seen
 
 
-def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve):
+def test_a_bad_server_does_not_hide_another(serve):
     good, bad = serve(), serve()
     bad.routes = {}
     found = asyncio.run(find([bad.url, "nonsense", good.url]))

@@ -1,4 +1,4 @@
-"""Answers of servers by the frames that they document: text, thoughts, counts, refusals, connections that die."""
+"""Answers of servers from the frames that they document: text, thoughts, counts, refusals, broken connections."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_a_session_needs_no_torch(serve, connect):
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang", "Ollama", "LM Studio", "transformers serve"])
-def test_an_answer_is_text_with_counts(serve, connect, kind):
+def test_an_answer_has_text_and_token_counts(serve, connect, kind):
     started, *texts, finished = asked(connect(serve(kind).url))
     assert isinstance(started, Started)
     assert said(texts) == "Hello."
@@ -40,7 +40,7 @@ def test_an_answer_is_text_with_counts(serve, connect, kind):
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_the_thought_before_the_answer_also_without_one(serve, connect, field):
+def test_reasoning_is_the_thought_even_without_an_answer(serve, connect, field):
     frames = [
         delta(role="assistant", content=None),
         *(delta(**{field: piece}) for piece in ("It is ", "a greeting.")),
@@ -53,7 +53,7 @@ def test_reasoning_is_the_thought_before_the_answer_also_without_one(serve, conn
     assert thoughts.split(finished.text, ending=finished.reason) == ("Hm.", "")
 
 
-def test_what_was_not_read_again_is_counted(serve, connect):
+def test_reused_tokens_are_counted(serve, connect):
     session = connect(serve(frames=[*HELLO[:-1], usage(11, 2, cached=8)]).url)
     *_, finished = asked(session)
     assert finished.stats.reused_tokens == 8
@@ -61,7 +61,7 @@ def test_what_was_not_read_again_is_counted(serve, connect):
     assert (figures.prompt_tokens, figures.reused_tokens, figures.kind) == (11, 8, "vLLM")
 
 
-def test_progress_of_the_prompt_and_timings_are_taken(serve, connect):
+def test_prompt_progress_and_timings_are_used(serve, connect):
     timings = {"cache_n": 10, "prompt_n": 20, "prompt_per_second": 400.0, "predicted_n": 7, "predicted_per_second": 9.5}
     frames = [
         CHUNK | {"choices": [], "prompt_progress": PROGRESS | {"processed": 15}},
@@ -77,7 +77,7 @@ def test_progress_of_the_prompt_and_timings_are_taken(serve, connect):
     assert stats.extras == {"drafts accepted": "3 of 4"}
 
 
-def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect):
+def test_figures_missing_in_an_older_server_are_left_out(serve, connect):
     frames = [
         CHUNK | {"choices": [], "prompt_progress": {"total": 30, "processed": 30}},
         delta(content="two ") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
@@ -94,7 +94,7 @@ def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect)
     ("reason", "tokens", "ending"),
     [("length", 5, "length"), ("length", 3, "context"), ("stop", 3, "eos"), ("eos_token", 3, "eos"), ("end", 3, "eos")],
 )
-def test_the_end_has_its_reason(serve, connect, reason, tokens, ending):
+def test_finish_reasons_are_translated(serve, connect, reason, tokens, ending):
     frames = [delta(content="a"), delta(reason=reason), usage(11, tokens)]
     *events, finished = asked(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
     assert finished.reason == ending
@@ -102,16 +102,16 @@ def test_the_end_has_its_reason(serve, connect, reason, tokens, ending):
 
 
 @pytest.mark.parametrize("reason", ["abort", "content_filter", "tool_calls"])
-def test_an_end_of_another_kind_is_told(serve, connect, reason):
+def test_other_finish_reasons_are_noted(serve, connect, reason):
     *_, noted, finished = asked(connect(serve(frames=[delta(content="a"), delta(reason=reason)]).url))
     assert reason in noted.text
     assert finished.text == "a"
 
 
-# ---- what is sent
+# ---- requests
 
 
-def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect):
+def test_the_whole_conversation_and_only_set_options_are_sent(serve, connect):
     server = serve()
     session = connect(server.url, template_args=("enable_thinking=false",))
     turns = (
@@ -133,7 +133,7 @@ def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect):
     assert not {"top_p", "min_p", "seed", "repetition_penalty"} & sent.keys()
 
 
-def test_an_answer_is_gone_on_with_and_thoughts_before_it_are_not_sent(serve, connect):
+def test_a_resumed_answer_is_sent_without_earlier_thoughts(serve, connect):
     server = serve()
     done = Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>")
     begun = [Turn("assistant", "<think>\nhm") for _ in range(2)]
@@ -142,25 +142,25 @@ def test_an_answer_is_gone_on_with_and_thoughts_before_it_are_not_sent(serve, co
     assert sent["continue_final_message"]
     assert not sent["add_generation_prompt"]
     said = [one["content"] for one in sent["messages"]]
-    assert said == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "one in its thought is empty"
+    assert said == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "an unfinished thought is empty"
 
 
 @pytest.mark.parametrize("begun", [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")])
-def test_a_thought_that_was_broken_off_is_gone_on_with_as_one(serve, connect, begun):
+def test_an_unfinished_thought_is_resumed_as_one(serve, connect, begun):
     frames = [delta(reasoning=" a"), delta(reasoning=" greeting."), delta(content="Hello.", reason="stop")]
     *_, finished = asked(connect(serve(frames=frames).url), (*HI, begun))
     assert thoughts.split(begun.content + finished.text, begun.thought) == ("It is a greeting.", "Hello.")
     assert "<think>" not in finished.text
 
 
-def test_an_answer_that_thinks_after_one_that_is_gone_on_with_has_a_thought_of_its_own(serve, connect):
+def test_thinking_after_a_resumed_answer_is_its_own_thought(serve, connect):
     frames = [delta(reasoning="Hm."), delta(content="lo.", reason="stop")]
     done = Turn("assistant", "<think>\nx\n</think>\n\nHel")
     *_, finished = asked(connect(serve(frames=frames).url), (*HI, done))
     assert finished.text == "<think>\nHm.\n</think>\n\nlo."
 
 
-def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect):
+def test_unsent_template_variables_are_noted(serve, connect):
     for kind, is_taken in (("vLLM", True), ("Ollama", False)):
         server = serve(kind)
         session = connect(server.url, template_args=("enable_thinking=false",))
@@ -170,7 +170,7 @@ def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect):
         assert any("enable_thinking=false" in note for note in session.info.notes) is not is_taken
 
 
-def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect):
+def test_options_for_local_models_only_are_refused(serve, connect):
     server = serve()
     session = connect(server.url)
     for asked_for in ({"variant": Variant("streaming")}, {"json_schema": "{}"}):
@@ -180,14 +180,14 @@ def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect):
     assert server.asked[0]["chat_template_kwargs"] == {"shout": True}
 
 
-def test_each_key_goes_to_its_server(serve, connect, monkeypatch):
+def test_the_key_is_sent_to_the_server(serve, connect, monkeypatch):
     server = serve()
     server.key = "k"
     monkeypatch.setenv("KVCHAT_API_KEY", "k")
     assert said(asked(connect(server.url))) == "Hello."
 
 
-def test_what_variables_say_of_openai_goes_to_no_other_server(serve, connect, monkeypatch):
+def test_openai_variables_are_not_sent_to_other_servers(serve, connect, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "geheim")
     server = serve()
@@ -206,7 +206,7 @@ def test_a_stop_closes_the_connection_and_keeps_the_text(serve, connect):
     assert server.left.wait(5)
 
 
-def test_a_stop_from_another_thread_ends_an_answer_that_has_not_begun(serve, connect):
+def test_another_thread_can_stop_an_answer_before_it_begins(serve, connect):
     server = serve(frames=[WAIT])
     session = connect(server.url)
     threading.Timer(0.2, session.cancel).start()
@@ -217,7 +217,7 @@ def test_a_stop_from_another_thread_ends_an_answer_that_has_not_begun(serve, con
     assert server.left.wait(5)
 
 
-def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect):
+def test_an_early_stop_does_not_affect_the_next_answer(serve, connect):
     session = connect(serve().url)
     events = session.answer(HI, Sampling())
     session.cancel()
@@ -225,7 +225,7 @@ def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect)
     assert said(asked(session)) == "Hello."
 
 
-def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect):
+def test_abandoning_an_answer_closes_the_connection(serve, connect):
     server = serve(frames=[delta(content="Once"), WAIT])
     with closing(connect(server.url).answer(HI, Sampling())) as events:
         next(events)
@@ -233,7 +233,7 @@ def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect):
 
 
 @pytest.mark.parametrize("frames", [(WAIT,), (delta(content="Once"), WAIT)])
-def test_a_server_that_falls_silent_is_not_waited_for_without_end(serve, connect, monkeypatch, frames):
+def test_a_silent_server_times_out(serve, connect, monkeypatch, frames):
     monkeypatch.setattr(remote, "SILENCE_S", 0.5)
     server = serve(frames=frames)
     with pytest.raises(EngineError, match="nothing"):
@@ -242,7 +242,7 @@ def test_a_server_that_falls_silent_is_not_waited_for_without_end(serve, connect
     assert len(server.asked) == 1
 
 
-# ---- refusals, in the server's words
+# ---- refusals, with the server's message
 
 LLAMA_LONG = {"code": 400, "message": "too large", "type": "exceed_context_size_error", "n_prompt_tokens": 9031,
               "n_ctx": 4096}  # fmt: skip
@@ -262,7 +262,7 @@ VLLM_LONG = {"message": "This model's maximum context length is 2048 tokens.", "
         (503, {"error": {"message": "Loading model", "type": "unavailable_error"}}, EngineError, ["Loading model"]),
     ],
 )
-def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, monkeypatch, status, error, kind, words):
+def test_a_refusal_shows_the_servers_message_and_numbers(serve, connect, monkeypatch, status, error, kind, words):
     server = serve()
     session = connect(server.url)
     monkeypatch.setattr(session._openai, "max_retries", 0)
@@ -271,28 +271,28 @@ def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, monkeypatch
         asked(session)
     assert all(word in str(refused.value) for word in words), str(refused.value)
     server.status = 200
-    assert said(asked(session)) == "Hello."  # the session goes on
+    assert said(asked(session)) == "Hello."  # the session still works
 
 
-def test_a_server_that_loads_its_model_is_waited_for(serve, connect):
+def test_connecting_waits_for_a_server_that_loads_its_model(serve, connect):
     server = serve()
     ready, server.routes["/v1/models"] = server.routes["/v1/models"], (503, {"error": {"message": "Loading model"}})
     threading.Timer(0.3, lambda: server.routes.update({"/v1/models": ready})).start()
     assert connect(server.url).info.model == "Qwen/Qwen3-4B"
 
 
-# ---- connections and frames that are broken
+# ---- broken connections and frames
 
 
 @pytest.mark.parametrize(
     "frames",
     [
         [delta(content="Once"), BREAK],
-        [delta(content="Once")],  # it ends, and the answer does not
+        [delta(content="Once")],  # the stream ends before the answer
         [delta(content="Once"), {"error": {"message": "out of memory", "code": 500}}],
     ],
 )
-def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames):
+def test_a_broken_off_answer_is_an_error_after_its_text(serve, connect, frames):
     events = connect(serve(frames=frames).url).answer(HI, Sampling())
     text, error = broken_off(events)
     assert text == "Once"
@@ -300,7 +300,7 @@ def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames
     assert "/continue" in error.hint
 
 
-def test_an_answer_that_has_ended_is_whole_whatever_comes_after(serve, connect):
+def test_an_error_after_the_end_of_an_answer_is_ignored(serve, connect):
     frames = [delta(content="Once"), delta(reason="stop"), {"error": {"message": "shutting down", "code": 503}}]
     *_, end = asked(connect(serve(frames=frames).url))
     assert (end.reason, end.text) == ("eos", "Once")
@@ -321,7 +321,7 @@ def test_an_answer_that_has_ended_is_whole_whatever_comes_after(serve, connect):
         "\xff\n\n",
     ],
 )
-def test_frames_of_another_form_are_an_error_and_no_crash(serve, connect, frame):
+def test_malformed_frames_are_an_error(serve, connect, frame):
     server = serve(frames=[frame])
     session = connect(server.url)
     with pytest.raises(EngineError):
@@ -330,7 +330,7 @@ def test_frames_of_another_form_are_an_error_and_no_crash(serve, connect, frame)
     assert said(asked(session)) == "Hello."
 
 
-def test_a_server_that_is_gone_is_told_and_found_again(serve, connect):
+def test_a_server_that_is_gone_is_an_error(serve, connect):
     server = serve()
     session = connect(server.url)
     server.__exit__()
@@ -338,10 +338,10 @@ def test_a_server_that_is_gone_is_told_and_found_again(serve, connect):
         asked(session)
 
 
-# ---- what the server decides
+# ---- left to the server
 
 
-def test_what_needs_a_model_here_is_refused_with_what_the_server_offers(serve, connect):
+def test_operations_for_local_models_only_are_refused(serve, connect):
     session = connect(serve().url)
     for refused in (
         lambda: session.switch("full"),

@@ -1,4 +1,4 @@
-"""Commands and the engine's process where a server has the model: what they do, what they refuse, what they need."""
+"""Commands and the engine's process if a server has the model: results, refusals, needed packages."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from kvchat.tui.models import of_servers
 
 
 @pytest.mark.slow("commands in a process of their own")
-def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve):
+def test_only_the_answer_is_printed_to_stdout(serve):
     server = serve()
     ask = ("ask", "Hi.", "-m", server.url)
     done, as_json = run_in_turn([(*ask, "--stats"), (*ask, "--json")], environ())
@@ -26,8 +26,8 @@ def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve):
     assert "vLLM" in done.err
     assert "prompt_tokens" in done.err
     assert server.asked[0]["messages"] == [{"role": "user", "content": "Hi."}]
-    told = json.loads(as_json.out)
-    assert (told["text"], told["model"], told["mode"]) == ("Hello.", "Qwen/Qwen3-4B", "server")
+    answer = json.loads(as_json.out)
+    assert (answer["text"], answer["model"], answer["mode"]) == ("Hello.", "Qwen/Qwen3-4B", "server")
 
 
 CODES = {
@@ -39,7 +39,7 @@ CODES = {
 
 
 @pytest.mark.slow("commands in a process of their own")
-def test_refusals_have_a_code_and_no_traceback():
+def test_refusals_have_an_exit_code_and_no_traceback():
     for one, (words, code) in zip(run_in_turn([*CODES], environ()), CODES.items(), strict=True):
         assert (one.code, one.out) == (code, ""), words
         assert "Traceback" not in one.err
@@ -47,7 +47,7 @@ def test_refusals_have_a_code_and_no_traceback():
 
 
 @pytest.mark.slow("commands in a process of their own")
-def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve):
+def test_models_of_configured_servers_are_listed(serve):
     server = serve("LM Studio")
     as_json, table = run_in_turn([("models", "--json"), ("models",)], environ(KVCHAT_MODEL_SERVERS=server.url))
     name = f"{server.url}#gemma"
@@ -56,7 +56,7 @@ def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve):
     assert name in table.out
 
 
-def test_what_needs_a_model_here_says_so():
+def test_functions_for_local_models_refuse_a_server():
     with pytest.raises(ModelError, match="server"):
         checkpoint.locate("http://127.0.0.1:1", lambda stage: None)
     with pytest.raises(ModelError, match="server"):
@@ -64,7 +64,7 @@ def test_what_needs_a_model_here_says_so():
     assert Loader().fits_beside(Load("http://127.0.0.1:1"), lambda stage: None)
 
 
-def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch):
+def test_missing_packages_name_the_install_command(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
     with pytest.raises(UsageError) as refused:
         Loader().open_session(Load("http://127.0.0.1:1"), lambda stage: None)
@@ -72,7 +72,7 @@ def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch
     assert libraries.extra("remote") in refused.value.hint
 
 
-def test_without_servers_nothing_of_the_client_is_imported():
+def test_the_client_is_not_imported_without_servers():
     code = (
         "import asyncio, sys; from kvchat.tui.models import of_servers; sys.modules['httpx2'] = None;"
         " assert asyncio.run(of_servers(())) == []; assert 'kvchat.remote.servers' not in sys.modules"
@@ -81,7 +81,7 @@ def test_without_servers_nothing_of_the_client_is_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_servers_that_cannot_be_asked_without_packages_are_listed_with_the_command(monkeypatch):
+def test_servers_are_listed_with_the_command_for_missing_packages(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
     named = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     found = asyncio.run(of_servers(named))
