@@ -51,7 +51,7 @@ input()
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch):
-    """Nothing is compiled before the test, and nothing is waited for after it."""
+    """No compilation is in progress before the test, and none is awaited after it."""
     monkeypatch.setattr(ahead, "_current", None)
     monkeypatch.setattr(cpu_ops, "awaited", {})
 

@@ -144,7 +144,7 @@ def test_types_that_cannot_be_unpacked_are_refused_and_listed(tmp_path, kind):
     assert gguf_file.TYPES[kind][0] in catalog.at(path).problem
 
 
-# ---- RoPE scaling in GGUF files, which transformers cannot read
+# ---- RoPE scaling in GGUF files, which transformers does not read
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -57,7 +57,7 @@ def test_a_local_folder_loads_in_the_requested_dtype(folder, no_network, dtype, 
 
 @pytest.mark.usefixtures("untested")
 def test_a_model_is_tested_once_per_machine(folder, monkeypatch, tmp_path):
-    """Again if its weights, its config, kvchat's code or the processor change, or the saved result is damaged."""
+    """Tested again if weights, config, kvchat's code or the processor change, or the saved result is damaged."""
     tested, layers = [], []
 
     def recording_selftest(model, chunked):

@@ -104,7 +104,7 @@ def test_values_that_json_cannot_hold_are_refused_before_sending():
             wire.encode(Switch("full", {"budget": value}))
     params: dict[str, Any] = {}
     params["params"] = params
-    with pytest.raises(ValueError):  # noqa: PT011  # json's own words
+    with pytest.raises(ValueError):  # noqa: PT011  # json's message
         wire.encode(Load(given={"full": params}))
 
 

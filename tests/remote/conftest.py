@@ -1,4 +1,4 @@
-"""Servers with scripted frames, and a real one in a process of its own."""
+"""Fake servers with scripted frames, and a real one in its own process."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

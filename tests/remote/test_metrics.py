@@ -58,7 +58,7 @@ SGLANG = metrics_text(
 
 
 class Reading:
-    """A reader of a server's figures, with a client, an event loop and a clock of its own."""
+    """A reader of a server's figures, with its own client, event loop and clock."""
 
     def __init__(self, kind: str, server: FakeServer) -> None:
         self.server, self.now, self.loop = server, 100.0, asyncio.new_event_loop()

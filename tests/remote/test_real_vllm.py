@@ -1,6 +1,6 @@
 """A real vLLM for CPUs with the bundled model: chat, stop, a full context, metrics, reused prefixes.
 
-``KVCHAT_TEST_VLLM`` is its program, in an environment of its own.
+``KVCHAT_TEST_VLLM`` is its program, in a separate environment.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not PROGRAM, reason="KVCHAT_TEST_VLLM is not set
 
 @pytest.fixture(scope="module", params=[1, 2])
 def vllm(request, tmp_path_factory):
-    """The address of a server over one worker, and over two with a core each."""
+    """The address of a server with one worker, and with two on a core each."""
     port, folder = free_port(), tmp_path_factory.mktemp("vllm")
     flags = ["--max-model-len", "2048", "--dtype", "float32", "--enable-prompt-tokens-details"]
     flags += ["--tensor-parallel-size", str(request.param)]

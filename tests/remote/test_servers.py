@@ -147,7 +147,7 @@ def test_a_key_comes_from_the_file_or_the_environment(serve, monkeypatch):
     server.key = "k1"
     with pytest.raises(UsageError, match=r"Invalid API Key.*KVCHAT_API_KEY"):
         inspect(server.url)
-    for ending in ("", " ", "\n", "\r\n", "\t"):  # from the line that it was copied with
+    for ending in ("", " ", "\n", "\r\n", "\t"):  # of the line that it was copied from
         monkeypatch.setenv("KVCHAT_API_KEY", f"k1{ending}")
         assert inspect(server.url).kind == "vLLM"
     monkeypatch.setenv("KVCHAT_API_KEY", "wrong")

@@ -215,7 +215,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A server with settings and a template of its own."""
+    """A server with its own settings and template."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "template.jinja").write_text(TEMPLATE)
     flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0", "--system", SEA)
@@ -285,7 +285,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(client):
     warm = client.chat.completions.create(
         messages=messages(STORY), max_tokens=24, logprobs=True, temperature=5.0, seed=1, model="bundled"
     )
-    assert min(one.logprob for one in warm.choices[0].logprobs.content) < -3  # the model's own, not the flattened ones
+    assert min(one.logprob for one in warm.choices[0].logprobs.content) < -3  # the model's own, before the temperature
     assert warm.choices[0].logprobs.content[0].top_logprobs == []
     text = client.completions.create(prompt="Once upon a time", logprobs=3, **GREEDY).choices[0]
     assert "".join(text.logprobs.tokens) == text.text

@@ -201,7 +201,7 @@ def test_two_processes_can_cache_the_same_file_at_once(file, packed):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         fingerprint = load(file).fingerprint
         assert other.communicate() == (f"{fingerprint}\n", "")
-    assert {each.suffix for each in paths.packed_dir().iterdir()} <= {kept.SUFFIX}  # it may have removed this one
+    assert {each.suffix for each in paths.packed_dir().iterdir()} <= {kept.SUFFIX}  # it may have removed ours
     for _ in range(2):
         packed.clear()
         assert load(file).fingerprint == fingerprint
