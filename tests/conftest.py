@@ -1,4 +1,4 @@
-"""The environment of every test: directories of its own, one thread, no network."""
+"""The environment of every test: its own directories, one thread, no network."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported: the workers of `pytest -n auto` would otherwise fight for the cores.
+# Before torch is imported: the workers of `pytest -n auto` would otherwise compete for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, each would compile kvchat
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the hundreds of processes started would compile kvchat
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Python's rule, to collect garbage after 700 objects, takes a sixth of the time of imports and the application's tests.
+# Python's default, a collection after 700 objects, takes a sixth of the time of imports and the application's tests.
 gc.set_threshold(50_000, 20, 100)
 # Device files of the NVIDIA driver on Linux and in WSL.
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-# No chance and no clock: a busy machine or an unlucky example must not fail a test. The long form looks for new ones.
+# No randomness and no deadline: a busy machine or an unlucky example must fail no test. The long form seeks new ones.
 settings.register_profile(
     "kvchat",
     deadline=None,
@@ -39,7 +39,7 @@ settings.register_profile(
 settings.load_profile("kvchat")
 
 
-# After the environment is set, and before tests have directories of their own.
+# After the environment is set, and before tests have their own directories.
 from support import real_models, tested_models  # noqa: E402
 
 MANY = 300  # modules, of which transformers imports two thousand with the first model
@@ -48,7 +48,7 @@ seen_modules = [0]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fake-cuda", action="store_true", help="run tests marked cuda on a fake CUDA device")
-    parser.addoption("--update-snapshots", action="store_true", help="take the screens as they are now for right")
+    parser.addoption("--update-snapshots", action="store_true", help="accept the current screens as correct")
 
 
 COMPILE = """
@@ -60,7 +60,7 @@ compile_ahead.finish(lambda stage: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    on_a_gpu = config.getoption("markexpr") == "cuda"  # where minutes are dear, and few need any loops
+    on_a_gpu = config.getoption("markexpr") == "cuda"  # where minutes are expensive, and few tests need the loops
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and not on_a_gpu:
         subprocess.run([sys.executable, "-c", COMPILE])  # or each worker would compile the same loops at once
     if config.getoption("--fake-cuda"):
@@ -70,20 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with those that take minutes, so that no worker is left alone with them at the end.
+    """Start with the tests that take minutes, so that no worker ends up alone with them.
 
     Raises:
-        UsageError: a slow one does not say why.
+        UsageError: a slow test gives no reason.
     """
-    mute = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.args]
-    if mute:
-        raise pytest.UsageError(f"Slow tests say why, as in slow('a wheel is built'): {', '.join(mute)}")
+    unexplained = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.args]
+    if unexplained:
+        raise pytest.UsageError(f"Slow tests need a reason, as in slow('a wheel is built'): {', '.join(unexplained)}")
     items.sort(key=lambda item: "fake_cuda" not in item.path.parts)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are processors: tests wait for processes, for pauses and for the disk."""
+    """One more than the number of processors: tests wait for processes, pauses and the disk."""
     from xdist.plugin import pytest_xdist_auto_num_workers as processors
 
     return int(processors(config)) + 1
@@ -91,7 +91,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker as many of the tests, and an idle one some of another's."""
+    """Give each worker the same number of tests, and an idle one some of another's."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
@@ -99,15 +99,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def count(record_property: Callable[[str, object], None]) -> Iterator[Counter[str]]:
-    """How often a test did what may break the program, by kind; it stands in ``--junitxml``."""
+    """Counts, by kind, how often a test did what may break the program; written to ``--junitxml``."""
     counted: Counter[str] = Counter()
     yield counted
     for kind, number in counted.items():
         record_property(kind, number)
 
 
-def compiled(ahead: ModuleType, begin: Callable[..., None], dtype: Any) -> None:
-    """Compile all loops before a model is loaded, unless the suite's first step has."""
+def compile_all(ahead: ModuleType, begin: Callable[..., None], dtype: Any) -> None:
+    """Compile all loops before a model is loaded, unless ``pytest_configure`` has."""
     begin(dtype)
     ahead.finish(lambda stage: None)
 
@@ -122,19 +122,19 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if loads := sys.modules.get("kvchat.models.load"):
         tested_models.share(loads, monkeypatch)
     if ahead := sys.modules.get("kvchat.models.compile_ahead"):
-        # Loops that are compiled in the middle of a test would make two of its runs differ.
-        monkeypatch.setattr(ahead, "begin", lambda dtype, first=(), begin=ahead.begin: compiled(ahead, begin, dtype))
+        # Loops compiled in the middle of a test would make two of its runs differ.
+        monkeypatch.setattr(ahead, "begin", lambda dtype, first=(), begin=ahead.begin: compile_all(ahead, begin, dtype))
 
 
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model passed in another test does not count."""
+    """Forget which checks models passed in other tests."""
     monkeypatch.setattr(tested_models, "passed", tested_models.Forgetful())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if len(sys.modules) - seen_modules[-1] > MANY:
-        # Modules live to the end: each collection, of a session that closes for example, would look through them again.
+        # Modules are never freed: each collection, for example when a session closes, would scan them again.
         seen_modules.append(len(sys.modules))
         gc.collect()
         gc.freeze()
@@ -173,7 +173,7 @@ def _has_cuda() -> bool:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file can be written to the end, as the system says when it is asked to keep one."""
+    """The disk is full: ``fsync`` fails."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""The entry point before the command line is there."""
+"""The entry point, before the command line is imported."""
 
 import gc
 import subprocess
@@ -19,21 +19,21 @@ class InterruptsImport:
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch):
+def test_an_interrupt_during_the_import_exits_without_a_traceback(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvchat.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [InterruptsImport(), *sys.meta_path])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert left.value.code == 130
+    assert exited.value.code == 130
 
 
-def test_windows_is_told_where_kvchat_runs(monkeypatch):
+def test_windows_users_are_sent_to_wsl2(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit, match="WSL2"):
         main()
 
 
-def test_what_is_started_without_its_streams_has_some_that_go_nowhere(monkeypatch):
+def test_missing_standard_streams_are_replaced_by_empty_ones(monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)
@@ -47,7 +47,7 @@ def test_what_is_started_without_its_streams_has_some_that_go_nowhere(monkeypatc
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_full_collection_comes_late_but_comes():
+def test_full_garbage_collections_are_postponed():
     before = gc.get_threshold()
     try:
         process.postpone_full_collections()

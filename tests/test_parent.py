@@ -17,7 +17,7 @@ from kvchat.protocol.client import ENGINE
 from kvchat.protocol.messages import Load
 from kvchat.tui import models
 
-# Prints the child's process id once the child has called die_with_parent; the child never looks at its stdin.
+# Prints the child's process id once the child has called die_with_parent; the child never reads its stdin.
 START = """
 import subprocess, sys, time
 from kvchat.process import die_with_parent
@@ -33,14 +33,14 @@ time.sleep(3600)
 
 
 def state(pid: int) -> str:
-    """A letter as ps shows it; empty for a process that is gone."""
+    """The process state as a letter of ps; empty if the process is gone."""
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()[:1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 @pytest.mark.parametrize(("ending", "stopped"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
-def test_the_child_ends_with_its_parent(stopped, ending):
+def test_a_child_exits_with_its_parent(stopped, ending):
     with subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, env=environ()) as process:
         assert process.stdout
         child = int(process.stdout.readline())
@@ -51,7 +51,7 @@ def test_the_child_ends_with_its_parent(stopped, ending):
         wait_until(lambda: state(child) in ("", "Z"))
 
 
-# The child begins to be tied to its parent when that is gone, which the end of its stdin says.
+# The child calls die_with_parent only when its parent is gone, which the end of its stdin tells it.
 TOO_LATE = """
 import os, subprocess, sys
 from kvchat.process import die_with_parent
@@ -66,15 +66,15 @@ else:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_the_child_ends_with_a_parent_that_ended_before_it_was_tied_to_it():
+def test_a_child_exits_if_its_parent_is_already_gone():
     command = [sys.executable, "-c", TOO_LATE]
     assert subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout == b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 @pytest.mark.parametrize("load", [b"", wire.encode(Load())])
-def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(load):
-    """Killed within 0.2 s of the engine's start, the application was outlived by 1.0 to 1.3 s; a load took 2 s more."""
+def test_an_orphaned_engine_exits_before_importing_torch(load):
+    """An engine outlived an application killed within 0.2 s of its start by 1.0 to 1.3 s; with a load, by 2 s more."""
     no_parent, pipe = os.getpid() - 1, subprocess.PIPE
     command = [sys.executable, "-X", "importtime", "-m", "kvchat.engine", str(no_parent)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
@@ -82,7 +82,7 @@ def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(loa
         assert process.stdout
         assert process.stderr
         process.stdin.write(load)
-        process.stdin.flush()  # and left open: it does not wait for the end of it
+        process.stdin.flush()  # and left open: the engine does not wait for its end
         assert process.wait(PATIENCE_S) == 0
         imported = {line.split("|")[-1].strip() for line in process.stderr.read().decode().splitlines()}
         assert process.stdout.read() == b""
@@ -90,18 +90,18 @@ def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(loa
     assert not imported & {"kvchat.engine.worker", "pydantic", "torch"}
 
 
-def test_the_application_starts_an_engine_that_ends_with_it():
+def test_the_engines_command_names_its_parent():
     assert ENGINE[-2:] == ("kvchat.engine", str(os.getpid()))
 
 
-def test_other_systems_do_without(monkeypatch):
+def test_other_systems_do_nothing(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
     process_module.die_with_parent()
 
 
-def test_nothing_of_the_folder_where_it_is_started_is_imported(tmp_path):
-    """A person may start kvchat beside a random.py of their own, which ended the engine."""
+def test_nothing_is_imported_from_the_current_folder(tmp_path):
+    """A random.py in the folder where a user started kvchat ended the engine."""
     (tmp_path / "random.py").write_text("raise SystemExit(9)")
     for command in (process_module.python("-c", "import random"), process_module.python("-m", "random")):
         assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
@@ -109,7 +109,7 @@ def test_nothing_of_the_folder_where_it_is_started_is_imported(tmp_path):
         assert command[:2] == process_module.python()
 
 
-# ---- Threads that sleep after a short wait: set before torch is imported, and never against the user's own choice
+# ---- Threads that sleep after a short wait: set before torch is imported, unless the user chose otherwise
 
 
 SHOWS = (
@@ -137,13 +137,13 @@ def test_threads_sleep_after_a_short_wait(entry):
 
 
 @pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "1000"}])
-def test_the_users_choice_stays(monkeypatch, chosen):
+def test_the_users_wait_policy_is_kept(monkeypatch, chosen):
     monkeypatch.setattr(os, "environ", dict(chosen))
     process.spin_briefly()
     assert os.environ == chosen
 
 
-def test_another_program_gets_the_environment_as_it_was(monkeypatch):
+def test_other_programs_get_the_users_environment(monkeypatch):
     before = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", dict(before))
     process.spin_briefly()
@@ -154,12 +154,12 @@ def test_another_program_gets_the_environment_as_it_was(monkeypatch):
 
 
 NO_LIMIT = "max 100000"
-EACH_ITS_CORE = ["0", "1", "2", "3", "4", "5", "6", "7"]
-TWO_A_CORE = ["0,4", "1,5", "2,6", "3,7"] * 2
+ONE_PER_CORE = ["0", "1", "2", "3", "4", "5", "6", "7"]
+TWO_PER_CORE = ["0,4", "1,5", "2,6", "3,7"] * 2
 
 
 def machine(folder: Path, siblings: list[str]) -> Path:
-    """A folder like the system's, with the processors of the same core as each names them."""
+    """A folder like the system's, in which each processor lists those of its core."""
     for number, of_core in enumerate(siblings):
         (folder / f"cpu{number}" / "topology").mkdir(parents=True)
         (folder / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(f"{of_core}\n")
@@ -169,22 +169,22 @@ def machine(folder: Path, siblings: list[str]) -> Path:
 @pytest.mark.parametrize(
     ("quota", "usable", "siblings", "chosen", "expected"),
     [
-        ("250000 100000", range(8), EACH_ITS_CORE, {}, "2"),
-        ("50000 100000", range(8), EACH_ITS_CORE, {}, "1"),
-        ("250000 100000", range(2), EACH_ITS_CORE, {}, None),
-        (NO_LIMIT, range(8), EACH_ITS_CORE, {}, None),
-        ("250000 100000", range(8), EACH_ITS_CORE, {"OMP_NUM_THREADS": "6"}, "6"),
-        ("250000 100000", range(8), EACH_ITS_CORE, {"MKL_NUM_THREADS": "6"}, None),
-        (NO_LIMIT, range(8), TWO_A_CORE, {}, "4"),
-        ("600000 100000", range(8), TWO_A_CORE, {}, "4"),
-        ("250000 100000", range(8), TWO_A_CORE, {}, "2"),
-        (NO_LIMIT, (0, 4, 1), TWO_A_CORE, {}, "2"),
-        (NO_LIMIT, range(8), TWO_A_CORE, {"OMP_NUM_THREADS": "8"}, "8"),
-        (NO_LIMIT, range(9), TWO_A_CORE, {}, None),
-        ("600000 100000", range(9), TWO_A_CORE, {}, "6"),
+        ("250000 100000", range(8), ONE_PER_CORE, {}, "2"),
+        ("50000 100000", range(8), ONE_PER_CORE, {}, "1"),
+        ("250000 100000", range(2), ONE_PER_CORE, {}, None),
+        (NO_LIMIT, range(8), ONE_PER_CORE, {}, None),
+        ("250000 100000", range(8), ONE_PER_CORE, {"OMP_NUM_THREADS": "6"}, "6"),
+        ("250000 100000", range(8), ONE_PER_CORE, {"MKL_NUM_THREADS": "6"}, None),
+        (NO_LIMIT, range(8), TWO_PER_CORE, {}, "4"),
+        ("600000 100000", range(8), TWO_PER_CORE, {}, "4"),
+        ("250000 100000", range(8), TWO_PER_CORE, {}, "2"),
+        (NO_LIMIT, (0, 4, 1), TWO_PER_CORE, {}, "2"),
+        (NO_LIMIT, range(8), TWO_PER_CORE, {"OMP_NUM_THREADS": "8"}, "8"),
+        (NO_LIMIT, range(9), TWO_PER_CORE, {}, None),
+        ("600000 100000", range(9), TWO_PER_CORE, {}, "6"),
     ],
 )
-def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
+def test_threads_match_the_cores_and_the_container_quota(
     quota, usable, siblings, chosen, expected, tmp_path, monkeypatch
 ):
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
@@ -194,20 +194,20 @@ def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
-def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path, monkeypatch):
+def test_torch_chooses_the_threads_on_unknown_systems(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     process.use_physical_cores(tmp_path, tmp_path / "absent")
     assert os.environ == {}
 
 
-# ---- What the processors have spent is counted of those that may be used
+# ---- Times of the processors that this process may use
 
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def test_only_usable_processors_count_and_a_guests_time_once(tmp_path, monkeypatch):
+def test_usable_processors_count_and_guest_time_counts_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 10})
     lines = [
         "cpu  9999 9999 9999 9999 9999 9999 9999 9999 9999 9999",
@@ -222,16 +222,16 @@ def test_only_usable_processors_count_and_a_guests_time_once(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu 1 2 3 4 5 6 7 8"])
-def test_a_system_that_does_not_tell_is_none(tmp_path, text):
+def test_missing_processor_times_are_none(tmp_path, text):
     stat = tmp_path / "stat"
     if text is not None:
         stat.write_text(text)
     assert process.processor_time(stat) is None
 
 
-def test_time_goes_on_here():
+def test_processor_times_of_this_system():
     found = process.processor_time()
     if found is None:
-        pytest.skip("the system does not tell")
+        pytest.skip("this system has no such times")
     assert found.processors == len(os.sched_getaffinity(0))
     assert found.total > found.idle > 0

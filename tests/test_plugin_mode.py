@@ -1,4 +1,4 @@
-"""A mode of another package, installed as people install it, in every place where modes show up."""
+"""A mode of another package, installed as users install it, everywhere that modes appear."""
 
 import json
 import os
@@ -31,7 +31,7 @@ PROMPT = "Tell me a story about a boat. " * 20
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the sample package in it, built by its own build system."""
+    """A folder with the sample package, built by its own build system."""
     source, folder = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("installed")
     shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
     command = ["install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--target", str(folder)]
@@ -39,28 +39,28 @@ def installed(tmp_path_factory):
     return folder
 
 
-def in_process(installed: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+def run_python(installed: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), "TERM": "dumb"}
     command = [sys.executable, *args]
     return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
-def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
-    """What each of the commands gives."""
+def outcomes(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
+    """The outcome of each command."""
     path = os.pathsep.join((str(installed), str(ROOT)))
     return run_in_turn(commands, {**os.environ, "PYTHONPATH": path, **environ})
 
 
 @pytest.fixture(scope="module")
 def answers(installed):
-    """Answers in the mode, in full mode, and in full mode with a switch to the mode."""
+    """Answers in strided mode, in full mode, and in full mode with a switch to strided."""
     asked = ["ask", PROMPT, "--json", *GREEDY]
     strided = ["--mode", "strided", "--param", "window=32", "--param", "budget=64"]
     switch = ["--switch-at", "4:strided,stride=1,budget=2048"]
-    return in_turn(installed, [*asked, *strided], asked, [*asked, *switch])
+    return outcomes(installed, [*asked, *strided], asked, [*asked, *switch])
 
 
-def settings(text: str) -> None:
+def write_settings(text: str) -> None:
     paths.config_file().parent.mkdir(exist_ok=True)
     paths.config_file().write_text(text)
 
@@ -77,8 +77,8 @@ finally:
 """
 
 
-def test_it_is_listed_behind_the_built_in_modes_and_its_implementation_is_not_imported(installed):
-    result = in_process(installed, "-c", LISTING)
+def test_it_is_listed_last_without_importing_its_implementation(installed):
+    result = run_python(installed, "-c", LISTING)
     assert (result.returncode, result.stderr) == (0, "['kvchat_strided', 'kvchat_strided.parameters']\n")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
     assert list(listed) == [AUTO, *(cls.name for cls in BUILT_IN), "strided"]
@@ -86,7 +86,7 @@ def test_it_is_listed_behind_the_built_in_modes_and_its_implementation_is_not_im
     assert window in listed["strided"]["params"]
 
 
-def test_it_answers(answers):
+def test_it_answers_within_its_budget(answers):
     result = answers[0]
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
@@ -96,15 +96,15 @@ def test_it_answers(answers):
     assert 32 < stats["active_tokens"] <= 64 < stats["prompt_tokens"]
 
 
-def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(answers):
+def test_switching_to_it_with_a_large_budget_changes_no_token(answers):
     full, entered = (json.loads(answer.out) for answer in answers[1:])
     assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "strided")]
     assert full["token_ids"] == entered["token_ids"]
 
 
-def test_a_chat_switches_to_it_and_changes_its_parameters(installed):
+def test_a_chat_switches_to_it_and_sets_its_parameters(installed):
     typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
-    chat = in_process(installed, "-m", "kvchat", "chat", "--plain", typed=typed)
+    chat = run_python(installed, "-m", "kvchat", "chat", "--plain", typed=typed)
     assert "[full to strided, budget 512, window 64]" in chat.stdout
     assert [line.split()[:2] for line in chat.stdout.splitlines() if line.startswith(("window", "stride"))] == [
         ["window", "64"],
@@ -115,7 +115,7 @@ def test_a_chat_switches_to_it_and_changes_its_parameters(installed):
 
 
 class StridedReference(FullReference):
-    """The window and the newest k pages of those that the stride leaves."""
+    """The window and the newest k pages among every stride-th page."""
 
     def reads(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         page, p = self.run.toy.geometry.page, self.p
@@ -126,8 +126,8 @@ class StridedReference(FullReference):
         return read.expand(self.run.toy.geometry.kv_heads, -1).clone()
 
 
-def test_it_reads_what_it_says_by_dense_attention(monkeypatch):
-    """Also with pinned messages, after a way back and after a switch: no stored byte changes."""
+def test_it_matches_dense_attention_over_what_it_reads(monkeypatch):
+    """Also with pinned messages, after truncation and after a switch; no stored byte changes."""
     monkeypatch.syspath_prepend(SOURCE)
     from kvchat_strided.parameters import StridedParameters
 
@@ -150,7 +150,7 @@ def test_it_reads_what_it_says_by_dense_attention(monkeypatch):
     run.check()
 
 
-def test_the_developers_readme_shows_it():
+def test_the_developers_readme_shows_its_code():
     section = (ROOT / "kvchat" / "README.md").read_text().split("## Adding a mode")[1]
     files = [path.read_text() for path in (SOURCE / "pyproject.toml", *(SOURCE / "kvchat_strided").glob("*.py"))]
     blocks = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
@@ -158,10 +158,10 @@ def test_the_developers_readme_shows_it():
     assert [any(block in text for text in files) for block in blocks] == [True] * 3
 
 
-def test_it_has_its_section_of_the_settings(installed):
-    settings('[kv]\nmode = "strided"\n[kv.strided]\nbudget = 64\nwindow = 48\n')
+def test_it_has_its_own_settings_section(installed):
+    write_settings('[kv]\nmode = "strided"\n[kv.strided]\nbudget = 64\nwindow = 48\n')
     commands = [["config", "show"], ["config", "schema"]]
-    show, schema_of = in_turn(installed, *commands, KVCHAT_KV_STRIDED_STRIDE="3")
+    show, schema_of = outcomes(installed, *commands, KVCHAT_KV_STRIDED_STRIDE="3")
     shown = show.out.splitlines()
     assert 'kv.mode = "strided"   # config.toml:2' in shown
     assert "kv.strided.window = 48   # config.toml:5" in shown
@@ -170,11 +170,11 @@ def test_it_has_its_section_of_the_settings(installed):
     assert schema["$defs"]["StridedParameters"]["properties"]["window"]["minimum"] == 32
 
 
-def test_wrong_parameters_are_refused_and_the_template_has_its_own(installed, tmp_path):
+def test_wrong_parameters_are_rejected_and_the_template_has_its_own(installed, tmp_path):
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[kv.strided]\nstrde = 1\n")
     asked = ["ask", "Hello", "--mode", "strided", "--param", "stride=0"]
-    refused, validated, begun = in_turn(installed, asked, ["config", "validate", str(wrong)], ["config", "init"])
+    refused, validated, begun = outcomes(installed, asked, ["config", "validate", str(wrong)], ["config", "init"])
     assert (refused.code, refused.out, validated.code, begun.code) == (2, "", 2, 0)
     assert not lacks(refused.err, '--param stride: "0"', "1")
     assert not lacks(validated.err, "wrong.toml:2: kv.strided.strde: ", '"stride"')
@@ -182,14 +182,14 @@ def test_wrong_parameters_are_refused_and_the_template_has_its_own(installed, tm
     assert "[kv.strided]" in paths.config_file().read_text()
 
 
-LOOKED_AT = """
+CHECK_DOCTOR = """
 from kvchat.doctor.installation import kv_modes
 check = kv_modes()
 assert (check.state, "broken 1.2" in check.found) == ("warning", True), check
 """
 
 
-def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed, tmp_path):
+def test_a_broken_package_is_named_and_disables_only_its_mode(installed, tmp_path):
     folder = tmp_path / "site"
     path = os.pathsep.join((str(folder), str(ROOT)))
     shutil.copytree(installed, folder)
@@ -197,19 +197,19 @@ def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed,
     (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
-    (listed,) = run_in_turn([["modes"]], {**os.environ, "PYTHONPATH": path}, before=LOOKED_AT)
+    (listed,) = run_in_turn([["modes"]], {**os.environ, "PYTHONPATH": path}, before=CHECK_DOCTOR)
     assert listed.code == 0
     assert listed.out.startswith("auto ")
     assert not lacks(listed.err, '"worse" of broken 1.2', "It is")
 
 
 @pytest.mark.parametrize(
-    ("there", "reason"), [("nothing_like_it:Mode", "ModuleNotFoundError"), ("json:dumps", "subclass of Mode")]
+    ("place", "reason"), [("nothing_like_it:Mode", "ModuleNotFoundError"), ("json:dumps", "subclass of Mode")]
 )
-def test_an_implementation_that_is_none_is_named(there, reason):
+def test_an_invalid_implementation_is_named(place, reason):
     class Parameters(FullParameters):
-        implementation: ClassVar[str] = there
+        implementation: ClassVar[str] = place
 
     with pytest.raises(UsageError) as refused:
         implementation(Parameters())
-    assert not lacks(refused.value, there, reason)
+    assert not lacks(refused.value, place, reason)

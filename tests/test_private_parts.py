@@ -1,4 +1,4 @@
-"""Private parts of other libraries stand in the list of kvchat/README.md, and nothing else does."""
+"""The table in kvchat/README.md lists exactly the private parts of other libraries that kvchat uses."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvchat.paths import PACKAGE
 
 PUBLIC = {"_asdict", "_replace", "_fields", "_exit"}  # of named tuples and of os, which are documented
-# Of theirs too, which are overridden, or have a name that some code of ours has.
+# Also defined in kvchat: it overrides them, or has the same name by chance.
 ALSO_OURS = {
     "_get_renders",
     "_gather_commands",
@@ -23,7 +23,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_here(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that kvchat's own code makes."""
+    """The names that kvchat's own code defines."""
     names = set()
     for node in nodes:
         match node:
@@ -36,8 +36,8 @@ def defined_here(nodes: Sequence[ast.AST]) -> set[str]:
     return names
 
 
-def asked_of_others(nodes: Sequence[ast.AST]) -> set[str]:
-    """The private names that are looked up in what others made."""
+def private_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """The private names of other libraries that the code uses."""
     here, names = defined_here(nodes) - ALSO_OURS, set()
     for node in nodes:
         match node:
@@ -49,8 +49,8 @@ def asked_of_others(nodes: Sequence[ast.AST]) -> set[str]:
     return names - PUBLIC
 
 
-def test_each_private_part_of_another_library_is_listed():
+def test_the_readme_lists_all_private_names_of_libraries():
     text = (PACKAGE / "README.md").read_text(encoding="utf-8")
     listed = {name for row in LISTED.findall(text) for name in re.findall(r"`(\w+)`", row)}
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py"))
-    assert asked_of_others([node for tree in trees for node in ast.walk(tree)]) == listed
+    assert private_names([node for tree in trees for node in ast.walk(tree)]) == listed

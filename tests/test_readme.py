@@ -1,4 +1,4 @@
-"""The READMEs say what is so: their commands, links, modes, numbers and the transcript."""
+"""The READMEs are correct: their commands, links, modes, numbers and the transcript."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ NAMES = ("README.md", "kvchat/bench/README.md", "kvchat/README.md", "kvchat/tui/
 FRONT, BENCH, STRUCTURE, KEYS, COMMANDS = (ROOT / name for name in NAMES)
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (FRONT, BENCH, STRUCTURE, KEYS, COMMANDS)}
 LINKS = [(path, link) for path, text in TEXTS.items() for link in sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))]
-KEPT = sorted(path.stem for path in (ROOT / "kvchat/bench/results").glob("*.json"))
+RESULTS = sorted(path.stem for path in (ROOT / "kvchat/bench/results").glob("*.json"))
 STORIES = ("a whale", "a lighthouse", "two brothers")
 SHELL = [
     line.split("   #")[0].strip()
@@ -30,28 +30,28 @@ SHELL = [
 ]
 
 
-def made() -> ModuleType:
-    """The developers' script that makes the tables."""
+def tables() -> ModuleType:
+    """The script that generates the tables."""
     spec = importlib.util.spec_from_file_location("tables", ROOT / ".ci" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("result", KEPT)
-def test_the_tables_of_kept_results_are_written_from_them(result):
-    assert f"<!-- {result} -->\n\n{made().table(result)}\n\n<!-- end -->" in TEXTS[BENCH], "run .ci/tables.py --write"
+@pytest.mark.parametrize("result", RESULTS)
+def test_each_result_has_its_generated_table(result):
+    assert f"<!-- {result} -->\n\n{tables().table(result)}\n\n<!-- end -->" in TEXTS[BENCH], "run .ci/tables.py --write"
 
 
-def test_the_keys_are_those_of_the_action_table():
-    assert made().keys() in TEXTS[KEYS], "run .ci/tables.py --write"
+def test_the_keys_match_the_action_table():
+    assert tables().keys() in TEXTS[KEYS], "run .ci/tables.py --write"
 
 
-def test_the_recalled_facts_are_those_of_kept_results():
-    assert f"<!-- recalled -->\n\n{made().recalled()}\n\n<!-- end -->" in TEXTS[FRONT], "run .ci/tables.py --write"
+def test_the_recall_table_matches_the_results():
+    assert f"<!-- recalled -->\n\n{tables().recalled()}\n\n<!-- end -->" in TEXTS[FRONT], "run .ci/tables.py --write"
 
 
-def test_the_test_command_is_the_one_that_continuous_integration_runs():
+def test_continuous_integration_runs_the_readmes_test_command():
     command = re.search(r"&& \.venv/bin/python (-m pytest[^\n]*)", TEXTS[FRONT]).group(1)
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert command in run
@@ -59,7 +59,7 @@ def test_the_test_command_is_the_one_that_continuous_integration_runs():
 
 
 @pytest.mark.parametrize(("path", "target"), LINKS, ids=str)
-def test_links_lead_somewhere(path, target):
+def test_linked_files_exist(path, target):
     assert (path.parent / target).exists()
 
 
@@ -80,16 +80,16 @@ def test_commands_and_their_flags_exist(command):
 
 
 @pytest.mark.slow("the bundled model answers and its heads are measured")
-def test_each_line_of_the_example_in_python_runs(capsys):
+def test_the_python_example_runs(capsys):
     example = re.search(r"```python\n(import kvchat\n.*?)```", TEXTS[STRUCTURE], re.DOTALL).group(1)
     exec(compile(example, "the example", "exec"), {})
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for piece in ("length: ", "streaming: budget = 1 is not valid.", "[('full', ", "('sync', "):
-        assert piece in told
+        assert piece in printed
 
 
 @pytest.mark.slow("the bundled model answers five times")
-def test_the_transcript_is_what_the_bundled_model_answers():
+def test_the_bundled_model_answers_as_in_the_transcript():
     told, noted, between, asked, answered = (
         re.search(r"```text\n(.*?)```", TEXTS[FRONT], re.DOTALL).group(1).splitlines()
     )

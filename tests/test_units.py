@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Formatting of numbers for users."""
 
 import pytest
 
@@ -42,5 +42,5 @@ from kvchat import units
         (units.bars([1, 4, 8]), "▂▅█"),
     ],
 )
-def test_numbers(shown, text):
+def test_numbers_are_formatted(shown, text):
     assert shown == text

@@ -1,4 +1,4 @@
-"""What is built is complete, holds nothing else, and works where it is installed."""
+"""The wheel is complete, contains nothing else, and works once installed."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from kvchat import paths
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".txt", ".typed", ".gz"}
-BESIDE_THE_SOURCE = (
-    *(f"kvchat/{room}README.md" for room in ("", "bench/", "cli/", "tui/")),
+NOT_INCLUDED = (
+    *(f"kvchat/{folder}README.md" for folder in ("", "bench/", "cli/", "tui/")),
     "kvchat/CHANGES.md",
     "kvchat/bench/results/",
 )
@@ -42,10 +42,10 @@ def installed(wheel, tmp_path_factory):
     return folder
 
 
-def test_the_wheel_is_complete_and_holds_nothing_else(wheel):
+def test_the_wheel_contains_exactly_the_package_files(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kept = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvchat").rglob("*") if p.is_file()}
-    kept = {name for name in kept if "__pycache__" not in name and not name.startswith(BESIDE_THE_SOURCE)}
+    kept = {name for name in kept if "__pycache__" not in name and not name.startswith(NOT_INCLUDED)}
     themes = {f"kvchat/themes/{p.name}" for p in (ROOT / "themes").iterdir()}
     commit = {"kvchat/commit.txt"} if (ROOT / ".git").exists() else set()
     assert names == kept | themes | commit
@@ -66,7 +66,7 @@ def test_license_and_entry_point_are_in_the_wheel(wheel):
     assert "License-Expression: MIT" in info["METADATA"]
 
 
-def test_the_installed_package_works_elsewhere(installed, tmp_path):
+def test_the_installed_package_finds_its_own_files(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
     found = run(
         "-c",
@@ -82,6 +82,6 @@ def test_the_installed_package_works_elsewhere(installed, tmp_path):
 
 def test_the_installed_package_answers(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
-    # In float16, for which there are no loops: for another copy of kvchat they would be compiled once more.
+    # float16 has no compiled loops; those of another copy of kvchat would have to be compiled again.
     command = ["-m", "kvchat", "ask", "Hello", "--max-new-tokens", "3", "--dtype", "float16"]
     assert run(*command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL).strip()
