@@ -1,4 +1,4 @@
-"""GPUs of the test's choice, as NVML names them."""
+"""GPUs that a test chooses, as NVML reports them."""
 
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ def torch_with_cuda(monkeypatch):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Makes these the GPUs that NVML reports; readings in ``missing`` raise NVML's errors."""
+    """Sets the GPUs that NVML reports; readings in ``missing`` raise NVML's errors."""
 
     def install(*gpus, missing=()):
         numbered = (replace(gpu, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus))

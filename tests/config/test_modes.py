@@ -25,7 +25,7 @@ from kvchat.errors import UsageError
         ("freeze", {"recovery": "often"}, ("freeze: recovery = 'often'", "true", "false")),
     ],
 )
-def test_what_cannot_be_is_refused(mode, params, facts):
+def test_invalid_modes_and_parameters_are_rejected(mode, params, facts):
     with pytest.raises(UsageError) as caught:
         modes.parse(mode, params)
     assert not lacks(caught.value, *facts)
@@ -48,7 +48,7 @@ def test_what_cannot_be_is_refused(mode, params, facts):
         ("freeze", {"k": 2.0, "tau": 0.5, "K": 32, "score": "always", "recovery": False}),
     ],
 )
-def test_every_paper_has_its_values_and_what_is_given_wins(mode, published):
+def test_the_paper_profile_has_published_values_that_can_be_overridden(mode, published):
     paper = modes.parse(mode, {"profile": "paper"}).model_dump()
     assert paper == modes.parse(mode, {}).model_dump() | published | {"profile": "paper"}
     name = next(iter(published))
@@ -59,13 +59,13 @@ def test_every_paper_has_its_values_and_what_is_given_wins(mode, published):
 @pytest.mark.parametrize(
     ("mode", "given", "left_out"), [("streaming", {"window": 100}, "budget"), ("sync", {"budget": 256}, "mem")]
 )
-def test_a_published_value_is_left_out_where_another_parameter_says_the_same(mode, given, left_out):
+def test_a_given_parameter_replaces_its_published_equivalent(mode, given, left_out):
     paper = modes.parse(mode, {"profile": "paper", **given}).model_dump()
     assert paper[left_out] is None
     assert modes.parse(mode, paper).model_dump() == paper
 
 
-def test_only_the_budget_means_the_same_in_every_mode():
+def test_only_the_budget_applies_to_every_mode():
     """A window of 2,044 tokens set for streaming must not apply to speculative, whose budget it exceeds."""
     given: dict[str, modes.Params] = {}
     modes.remember(given, "streaming", {"window": 2044, "sink": 4})
@@ -74,27 +74,27 @@ def test_only_the_budget_means_the_same_in_every_mode():
     assert modes.overrides_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
 
 
-def test_a_budget_given_elsewhere_does_not_cap_freeze():
-    """A budget makes freeze forget: it recalled 0 of 18 facts, which it recalls without one."""
+def test_the_budget_of_another_mode_does_not_cap_freeze():
+    """With a budget freeze forgets: it recalled none of 18 facts, all of which it recalls without one."""
     given: dict[str, modes.Params] = {"freeze": {"pin_system": True}}
     modes.remember(given, "speculative", {"budget": 512})
     assert modes.effective_params("freeze", {}, given).model_dump()["budget"] is None
     assert modes.effective_params("sync", {}, given).model_dump()["budget"] == 512
-    assert modes.effective_params("sync", {}, given).pin_system, "freeze shares what is not its own"
+    assert modes.effective_params("sync", {}, given).pin_system, "freeze shares the other parameters"
     modes.remember(given, "freeze", {"budget": 400})
     assert given["speculative"] == {"budget": 512}
     budgets = {mode: modes.effective_params(mode, {}, given).model_dump().get("budget") for mode in modes.mode_names()}
     assert budgets == {"full": None, "freeze": 400, "streaming": 512, "sync": 512, "speculative": 512}
-    assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
+    assert set(registered()["freeze"].own) == {"budget"}, "whose effect is described"
 
 
-def test_texts_become_numbers():
+def test_text_is_parsed_into_numbers():
     assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
         SpeculativeParameters(budget=512, tau=0.5, first_full=False)
     )
 
 
-def test_what_is_left_to_kvchat_is_auto_in_words():
+def test_auto_leaves_a_parameter_unset():
     assert modes.parse("full", {"resident": "auto"}) == modes.parse("full", {})
     for mode in modes.mode_names():
         if "budget" in modes.registered()[mode].model_fields:
@@ -105,7 +105,7 @@ def test_what_is_left_to_kvchat_is_auto_in_words():
         modes.parse("freeze", {"tau": "auto"})
 
 
-def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has():
+def test_a_switch_keeps_the_parameters_that_the_new_mode_has():
     given = {"speculative": {"budget": 512, "tau": 0.5}, "streaming": {"R": 8}}
     settings = {"streaming": {"R": 2, "delta": 3}}
     assert modes.effective_params("streaming", settings, given) == StreamingParameters(budget=512, R=8, delta=3)
@@ -117,17 +117,17 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has():
         modes.effective_params("ful", settings, given)
 
 
-def test_no_unknown_setting_of_a_mode_is_passed_over():
+def test_unknown_settings_of_a_mode_are_rejected():
     """Only a shared parameter that the mode lacks, such as a budget, is silently left out."""
     with pytest.raises(UsageError, match='no parameter "sinks"'):
         modes.effective_params("streaming", {"streaming": {"sinks": 4}}, {})
 
 
-def test_speculatives_tau_for_never_is_no_obstacle_to_freeze():
+def test_freeze_accepts_a_tau_of_minus_2():
     assert modes.effective_params("freeze", {}, {"freeze": {"tau": -2.0}}).model_dump()["tau"] == -2.0
 
 
-def test_f6_passes_by_what_is_for_comparison():
+def test_f6_skips_comparison_modes():
     offered, compared = (([cls.name for cls in group]) for group in modes.grouped().values())
     assert offered == [modes.AUTO, *modes.mode_names()]
     assert set(compared) == set(registered()) - set(offered)
@@ -136,7 +136,7 @@ def test_f6_passes_by_what_is_for_comparison():
     assert {modes.next_mode(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
 
 
-# ---- Modes of other packages: listed, left out where they cannot be used
+# ---- Modes of other packages: listed, or left out if they cannot be used
 
 
 class Extra(modes.ModeParameters):
@@ -153,7 +153,7 @@ class Unnamed(modes.ModeParameters):
     implementation: ClassVar[str] = "package.module:Extra"
 
 
-class Needing(Extra):
+class Required(Extra):
     needed: int
 
 
@@ -180,7 +180,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, *loaded: Any) -> tuple[dict[str, A
     return modes._registry.__wrapped__()
 
 
-def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch):
+def test_modes_of_other_packages_come_after_the_built_in_ones(monkeypatch):
     classes, problems = registry(monkeypatch, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
     assert problems == ()
@@ -193,7 +193,7 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch):
         (RuntimeError(), "RuntimeError"),
         (Point, "kvchat.config.modes.ModeParameters"),
         (Unnamed, "Unnamed"),
-        (Needing, "needed"),
+        (Required, "needed"),
         (extra(name="full"), '"full"'),
         (extra(name="mode"), '"mode"'),
         (extra(name="copy"), '"copy"'),
@@ -202,7 +202,7 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch):
     ],
     ids=str,
 )
-def test_a_mode_that_cannot_be_used_is_left_out_and_named(monkeypatch, loaded, reason):
+def test_unusable_modes_are_left_out_and_named(monkeypatch, loaded, reason):
     classes, (problem,) = registry(monkeypatch, loaded, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
     assert not lacks(problem, '"point"', reason)

@@ -1,4 +1,4 @@
-"""GPU profiles: which match, what they set and how origins show it; with a fake pynvml."""
+"""GPU profiles: which match, what they set and how origins are shown; with a fake pynvml."""
 
 import errno
 import os
@@ -21,10 +21,10 @@ from kvchat.tui import app as application
 SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
 
 
-# ---- what there is ---------------------------------------------------------------------------------
+# ---- which GPU -------------------------------------------------------------------------------------
 
 
-def test_every_reading_may_be_missing(nvml):
+def test_missing_readings_only_prevent_matches(nvml):
     nvml(RTX, missing=("nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"))
     assert active("auto") == ()
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
@@ -33,7 +33,7 @@ def test_every_reading_may_be_missing(nvml):
     assert shown("sampling.seed").endswith("(matched: name)")
 
 
-def test_the_gpu_is_the_one_that_is_visible(nvml, monkeypatch):
+def test_cuda_visible_devices_decides_which_gpu_is_read(nvml, monkeypatch):
     nvml(RTX, gpu("H100", 79.6))
 
     def name(device):
@@ -66,7 +66,7 @@ def test_a_real_gpu_is_read():
 # ---- which profile ---------------------------------------------------------------------------------
 
 
-def test_the_bundled_profile_goes_by_memory(nvml):
+def test_the_bundled_profile_is_chosen_by_memory(nvml):
     names = {0.5: "4gb", 0.9: "4gb", 2.0: "4gb", 4.99: "4gb", 5.99: "6gb", 7.996: "8gb", 9.99: "8gb", 11.99: "12gb"}
     names |= {15.99: "16gb", 23.99: "24gb", 31.8: "24gb", 47.5: "48gb", 79.6: "80gb", 139.8: "80gb"}
     for memory, name in names.items():
@@ -83,7 +83,7 @@ def test_the_bundled_profile_goes_by_memory(nvml):
         ((7.0, 10.0, 14.0, 20.0), ("freeze",)),
     ],
 )
-def test_wherever_full_does_not_fit_other_modes_are_bounded(nvml, sizes, bounded):
+def test_small_gpus_have_budgets_for_the_other_modes(nvml, sizes, bounded):
     """Without a budget freeze holds as much as full after a prompt; a profile must match below 5 GiB too."""
     of_an_8b_model = 128 * 1024  # bytes a token: 32 layers, 8 KV heads of 128, 16 bits
     for memory in sizes:
@@ -94,7 +94,7 @@ def test_wherever_full_does_not_fit_other_modes_are_bounded(nvml, sizes, bounded
         assert kv.freeze.budget * of_an_8b_model <= memory * 2**30 / 4
 
 
-def test_without_a_gpu_the_defaults_hold(nvml):
+def test_the_defaults_apply_without_a_gpu(nvml):
     assert resolved().origins == {}
     nvml(RTX)
     assert resolved().settings.kv.mode == "speculative"
@@ -102,7 +102,7 @@ def test_without_a_gpu_the_defaults_hold(nvml):
     assert sources.load(cpu, {}, active).settings.kv.mode == "full"
 
 
-def test_bundled_profiles_are_good_and_claim_no_measurement():
+def test_bundled_profiles_are_valid_and_contain_no_measurements():
     files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
     assert {f.stem for f in files} == {f"{size}gb" for size in SIZES}
     for file in files:
@@ -135,14 +135,14 @@ def test_every_key_of_match_must_hold(nvml, match, holds):
     assert (resolved().settings.sampling.seed == 7) == holds
 
 
-def test_a_machine_without_a_gpu_is_named_cpu(nvml):
+def test_the_name_cpu_matches_a_machine_without_a_gpu(nvml):
     own("any.toml", "[sampling]\nseed = 7\n")
-    assert resolved().settings.sampling.seed is None, "without a name any GPU is meant"
+    assert resolved().settings.sampling.seed is None, "without a name, only GPUs match"
     own("mine.toml", '[match]\nname = "cpu"\n[sampling]\nseed = 8\n')
     assert shown("sampling.seed") == "sampling.seed = 8   # profiles/mine.toml:4 (matched: name)"
 
 
-def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml):
+def test_a_name_beats_memory_and_other_sources_beat_profiles(nvml):
     nvml(gpu("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99))
     own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\nseed = 5\n")
     own("b.toml", '[match]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\nmin_p = 0.5\n[kv.speculative]\nbudget = 512\n')
@@ -158,14 +158,14 @@ def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml):
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
 
 
-def test_of_equals_the_first_by_name_is_used(nvml):
+def test_the_first_of_equal_profiles_is_used(nvml):
     nvml(RTX)
     own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\nseed = 2\ntop_k = 2\n")
     own("a.toml", "[match]\nmemory = [6, 9]\n[sampling]\nseed = 1\n")
     assert (resolved().settings.sampling.seed, resolved().settings.sampling.top_k) == (1, 2)
 
 
-# ---- refusals --------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_of_equals_the_first_by_name_is_used(nvml):
         ("[kv", "profiles/bad.toml:1: "),
     ],
 )
-def test_a_wrong_profile_is_refused_with_its_line(nvml, text, message):
+def test_invalid_profiles_are_rejected_with_their_line(nvml, text, message):
     file = own("bad.toml", text)
     with pytest.raises(UsageError) as caught:
         profiles.read_file(file, None)
@@ -188,16 +188,16 @@ def test_a_wrong_profile_is_refused_with_its_line(nvml, text, message):
 
 
 WRONG = '[kv]\nmode = "frezee"\n'
-TOLD = 'profiles/bad.toml:2: kv.mode: "frezee"'
+MESSAGE = 'profiles/bad.toml:2: kv.mode: "frezee"'
 
 
-def test_one_answer_to_a_wrong_profile(nvml, monkeypatch):
+def test_a_wrong_profile_is_reported_alike_everywhere(nvml, monkeypatch):
     """It is ignored with the same message everywhere; ``validate`` fails."""
     nvml(RTX)
     own("bad.toml", WRONG)
     own("good.toml", "[match]\n[sampling]\nseed = 3\n")
     ran = CliRunner().invoke(main.app, ["config", "show"])
-    assert (ran.exit_code, TOLD in ran.stderr, "sampling.seed = 3" in ran.stdout) == (0, True, True)
+    assert (ran.exit_code, MESSAGE in ran.stderr, "sampling.seed = 3" in ran.stdout) == (0, True, True)
     said: list[str] = []
     assert load_settings(problem=said.append).settings.sampling.seed == 3
     check = installation.active_profiles("auto")
@@ -210,13 +210,13 @@ def test_one_answer_to_a_wrong_profile(nvml, monkeypatch):
     assert (started[0].sampling.seed, started[0].load.mode) == (3, "speculative")
     assert started[0].problems == tuple(said)
     assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/good.toml (matched: any GPU)")
-    assert said[0].startswith(TOLD)
+    assert said[0].startswith(MESSAGE)
     refused = CliRunner().invoke(main.app, ["config", "validate"]).exception
     assert isinstance(refused, UsageError)
-    assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
+    assert (refused.exit_code, str(refused).startswith(MESSAGE)) == (2, True)
 
 
-def test_a_profile_is_validated_as_one(nvml, tmp_path):
+def test_valid_profiles_pass_config_validate(nvml, tmp_path):
     nvml(RTX)
     elsewhere = tmp_path / "mine.toml"
     elsewhere.write_text('[match]\nname = "RTX 40*"\n')
@@ -233,7 +233,7 @@ def run(*words: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml):
+def test_commands_show_active_profiles_and_what_they_set(nvml):
     nvml(RTX)
     own("mine.toml", "[match]\n[sampling]\nseed = 3\n")
     marked = [line.split()[1] for line in run("profile", "list") if line.startswith("●")]
@@ -244,7 +244,7 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml):
     assert "sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in shown
 
 
-def test_a_device_that_is_none_is_refused(nvml):
+def test_invalid_and_missing_devices_are_rejected(nvml):
     listed = ("profile", "list")
 
     def refusal(name):
@@ -259,11 +259,10 @@ def test_a_device_that_is_none_is_refused(nvml):
     assert run(*listed, "--device", "cuda") == run(*listed, "--device", "cuda:0") == run(*listed)
 
 
-# ---- Profiles that are refused: all of them at once, those that match nothing, and speeds that no device has
+# ---- Wrong profiles are all reported at once
 
 
-def test_all_wrong_profiles_are_told_at_once():
-    """Not only the first."""
+def test_all_wrong_profiles_are_reported_at_once():
     own("a.toml", '[kv]\nmode = "frezee"\n')
     own("b.toml", "[measured]\nread = -1\n")
     good = own("c.toml", "[sampling]\nseed = 3\n")
@@ -276,7 +275,7 @@ def test_all_wrong_profiles_are_told_at_once():
 # ---- Measured rates, saved in a profile of this GPU
 
 
-def test_what_was_measured_is_found_again_on_this_gpu_only(nvml):
+def test_measurements_apply_only_to_their_own_gpu(nvml):
     nvml(RTX)
     measured = Measured(read=250.0, to_device=11.5, gather=11.0, kvchat="0.1.0")
     file = profiles.save(measured)
@@ -297,7 +296,7 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml):
         (Measured(read=3000.0, to_host=50.0), None),
     ],
 )
-def test_the_link_is_as_fast_as_recall_or_a_copy(measured, rate):
+def test_the_link_rate_is_that_of_recall_or_of_a_copy(measured, rate):
     assert measured.link_bytes_per_s == rate
 
 
@@ -312,7 +311,7 @@ def test_saving_again_keeps_settings_and_comments(nvml):
     assert 'kv.mode = "streaming"   # profiles/rtx-4060-8gb.toml:' in shown("kv.mode")
 
 
-def test_saving_takes_no_setting_away_and_the_commands_say_which_profile_was_measured(nvml):
+def test_saving_measurements_changes_no_settings(nvml):
     """A profile of measurements applies together with the user's, although its match has more keys."""
     own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n[kv.streaming]\nbudget = 300\n')
     before = resolved()
@@ -327,7 +326,7 @@ def test_saving_takes_no_setting_away_and_the_commands_say_which_profile_was_mea
     assert 'kv.mode = "streaming"   # profiles/mine.toml:4 (matched: name)' in config
 
 
-def test_the_figures_are_those_of_one_profile(nvml):
+def test_all_measurements_come_from_one_profile(nvml):
     """Rates of two measurements do not belong together."""
     own("mine.toml", '[match]\nname = "cpu"\n[measured]\nread = 5.0\nto_host = 3.0\n[sampling]\nseed = 3\n')
     profiles.save(Measured(read=9.0))
@@ -344,7 +343,7 @@ def test_a_full_disk_leaves_the_old_profile(nvml, request):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_profile_that_is_no_toml_is_named(nvml):
+def test_saving_into_invalid_toml_is_rejected(nvml):
     own("cpu.toml", "[kv")
     with pytest.raises(UsageError, match=r"cpu\.toml"):
         profiles.save(Measured(read=9.0))

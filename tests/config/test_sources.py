@@ -32,7 +32,7 @@ def config():
     return path
 
 
-def refusal(config: Path, text: str) -> str:
+def error_of(config: Path, text: str) -> str:
     config.write_text(text)
     with pytest.raises(UsageError) as caught:
         sources.load(environ={})
@@ -50,7 +50,7 @@ def test_each_source_is_checked_once(config, monkeypatch):
     assert (len(checked), asked, resolved.settings.sampling.top_k) == (3, ["cuda:1"], 3)
 
 
-def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config):
+def test_flags_beat_the_environment_which_beats_the_file(config):
     config.write_text('[kv]\nmode = "streaming"\n[sampling]\ntop_k = 1\nseed = 1\n')
     environ = {"KVCHAT_SAMPLING_TOP_K": "2", "KVCHAT_KV_MODE": "speculative"}
     flags = sources.flag_source({"--mode": ([("kv", "mode")], "full"), "--seed": ([("sampling", "seed")], None)})
@@ -68,17 +68,17 @@ def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config)
     assert "# kv.streaming.budget is unset   # default" in lines
 
 
-def test_only_parameters_somebody_set_are_handed_on(config):
+def test_only_parameters_that_were_set_are_passed_on(config):
     config.write_text("[kv.streaming]\nsigma = 64\n")
     kv = sources.load(environ={"KVCHAT_KV_STREAMING_R": "8"}).settings.kv
     assert kv.params("streaming") == {"sigma": 64, "R": 8}
     assert kv.params("speculative") == kv.params("full") == {}
 
 
-def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config):
-    told, place = refusal(config, '# first\n[kv]\n  mode = "frezee"\n').split("\n", 1)
-    assert told.startswith('config.toml:3: kv.mode: "frezee"')
-    assert not lacks(told, "full, freeze, streaming, sync, speculative", '"freeze"')
+def test_an_unknown_word_is_shown_with_line_caret_and_suggestion(config):
+    message, place = error_of(config, '# first\n[kv]\n  mode = "frezee"\n').split("\n", 1)
+    assert message.startswith('config.toml:3: kv.mode: "frezee"')
+    assert not lacks(message, "full, freeze, streaming, sync, speculative", '"freeze"')
     assert place == f'  {config}\n    mode = "frezee"\n           ^'
 
 
@@ -104,10 +104,10 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config):
         ('[model]\ndevice = "gpu"', ('config.toml:2: model.device: "gpu"', "auto, cpu, cuda", "cuda:N")),
     ],
 )
-def test_bad_files_are_refused_by_line(config, text, facts):
-    told = refusal(config, text)
-    assert told.startswith(facts[0])
-    assert not lacks(told, *facts)
+def test_invalid_settings_are_rejected_with_their_line(config, text, facts):
+    message = error_of(config, text)
+    assert message.startswith(facts[0])
+    assert not lacks(message, *facts)
 
 
 @pytest.mark.parametrize(
@@ -123,24 +123,24 @@ def test_bad_files_are_refused_by_line(config, text, facts):
         ("zork.a = 1", "config.toml:1: zork: ", "  zork.a = 1\n           ^"),
     ],
 )
-def test_an_unknown_table_is_shown_where_its_name_stands(config, text, start, shown):
-    told, place = refusal(config, text).split("\n", 1)
-    assert told.startswith(start)
+def test_the_caret_points_at_the_name_of_an_unknown_table(config, text, start, shown):
+    message, place = error_of(config, text).split("\n", 1)
+    assert message.startswith(start)
     assert place == f"  {config}\n{shown}"
 
 
-def test_a_source_that_is_wrong_hides_no_other(config):
+def test_the_errors_of_all_sources_are_reported(config):
     config.write_text("[kv]\nmode = 'frezee'\n")
     flags = sources.flag_source({"--seed": ([("sampling", "seed")], -1)})
     with pytest.raises(UsageError, match=r"(?s)config\.toml:2.*KVCHAT_SAMPLING_TOP_K: .*--seed: -1"):
         sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
-def test_below_what_is_no_folder_there_is_no_file():
+def test_a_path_below_a_file_counts_as_a_missing_file():
     assert sources.file_source(Path("/dev/null/.config/kvchat/config.toml")) == sources.SettingsSource()
 
 
-def test_unreadable_files_are_refused(config):
+def test_unreadable_files_are_rejected(config):
     config.write_bytes(b"[kv]\n\xff")
     with pytest.raises(UsageError, match=r"config.toml.*UTF-8.*Byte 5.*0xff"):
         sources.load(environ={})
@@ -166,7 +166,7 @@ def test_each_value_has_the_line_on_which_it_begins(config, text, key, line):
     assert sources.file_source(config).origins[key] == f"config.toml:{line}"
 
 
-def test_variables_that_look_like_settings_must_be_some():
+def test_wrong_variables_of_settings_are_rejected():
     with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: .*"KVCHAT_KV_MODE"'):
         sources.load(environ={"KVCHAT_KV_MOD": "full"})
     with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many"'):
@@ -174,22 +174,22 @@ def test_variables_that_look_like_settings_must_be_some():
     assert sources.load(environ={"KVCHAT_KV_MODE": "", "KVCHAT_OTHER": "x"}).origins == {}
 
 
-def test_variables_without_effect_are_told_with_the_nearest_name():
-    (told,) = sources.unknown_variables(
+def test_variables_without_effect_are_reported_with_a_suggestion():
+    (message,) = sources.unknown_variables(
         {"KVCHAT_DATADIR": "x", "KVCHAT_CONFIG": "y", "KVCHAT_KV_MODE": "", "HOME": "/"}
     )
-    assert not lacks(told, "KVCHAT_DATADIR", '"KVCHAT_DATA_DIR"')
-    assert sources.unknown_variables({"KVCHAT_KV_MOD": "full"}) == [], "it is refused"
+    assert not lacks(message, "KVCHAT_DATADIR", '"KVCHAT_DATA_DIR"')
+    assert sources.unknown_variables({"KVCHAT_KV_MOD": "full"}) == [], "rejected when it is loaded"
 
 
-def test_what_a_flag_sets_in_several_places_is_refused_once():
+def test_a_wrong_flag_for_several_settings_is_reported_once():
     flags = {"--budget": ([("kv", "streaming", "budget"), ("kv", "speculative", "budget")], 3)}
     with pytest.raises(UsageError) as caught:
         sources.load(sources.flag_source(flags), {})
     assert str(caught.value).count("--budget: 3") == 1
 
 
-def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(config):
+def test_the_template_sets_nothing_and_shows_all_defaults(config):
     text = sources.template()
     assert schema.Settings.model_validate(tomli.loads(text)) == schema.Settings()
     set_lines = [line.removeprefix("# ") if " = " in line else line for line in text.splitlines()]
@@ -199,7 +199,7 @@ def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(c
     assert all(info.description and info.description in text for _, info in sources.leaves())
 
 
-# ---- Writing config.toml: values change, and nothing else does
+# ---- Writing config.toml changes values and nothing else
 
 
 OWN = """\
@@ -245,23 +245,23 @@ def path(tmp_path):
 @pytest.mark.parametrize("start", STARTS)
 @settings(max_examples=8)
 @given(st.permutations(list(CHANGES)), st.integers(0, len(CHANGES)))
-def test_what_is_saved_is_read_back_and_can_be_taken_out(tmp_path_factory, start, order, taken_out):
+def test_saved_values_are_read_back_and_can_be_removed(tmp_path_factory, start, order, removed):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(start)
     before = sources.file_source(path).values
     save(path, {key: CHANGES[key] for key in order})
     read = {key: tuple(value) if isinstance(value, list) else value for key, value in _values(path).items()}
     assert read == {**before, **CHANGES}
-    save(path, dict.fromkeys(order[:taken_out]))
-    assert _values(path).keys() == {**before, **CHANGES}.keys() - set(order[:taken_out])
+    save(path, dict.fromkeys(order[:removed]))
+    assert _values(path).keys() == {**before, **CHANGES}.keys() - set(order[:removed])
 
 
-def test_what_is_no_unicode_is_saved_without_it(path):
-    save(path, {("model", "system"): "caf\udce9"})  # of a command line in Latin-1
+def test_surrogates_are_replaced_when_saved(path):
+    save(path, {("model", "system"): "caf\udce9"})  # from a command line in Latin-1
     assert _values(path) == {("model", "system"): "caf?"}
 
 
-def test_comments_order_and_other_lines_stay(path):
+def test_saving_keeps_comments_order_and_other_lines(path):
     path.parent.mkdir()
     path.write_text(OWN.replace("title = 1   # not ours, see below\n", ""))
     save(path, {("sampling", "temperature"): 0.2, ("sampling", "seed"): 7, ("ui", "theme"): "kvchat-light"})
@@ -276,7 +276,7 @@ def test_comments_order_and_other_lines_stay(path):
     ]
 
 
-def test_a_mark_of_byte_order_is_no_part_of_the_settings(path):
+def test_byte_order_marks_are_ignored(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b'\xef\xbb\xbf[model]\nsystem = "\xef\xbb\xbfBe brief."\n')
     save(path, {("ui", "theme"): "kvchat-light"})
@@ -284,7 +284,7 @@ def test_a_mark_of_byte_order_is_no_part_of_the_settings(path):
     assert (resolved.model.system, resolved.ui.theme) == ("Be brief.", "kvchat-light")
 
 
-def test_the_written_template_keeps_its_explanations(path):
+def test_saving_into_the_template_keeps_its_comments(path):
     path.parent.mkdir()
     path.write_text(sources.template())
     save(path, {("sampling", "top_k"): 12, ("kv", "sync", "rho"): 0.75})
@@ -293,7 +293,7 @@ def test_the_written_template_keeps_its_explanations(path):
 
 
 @pytest.mark.parametrize("text", ["[ui\n", OWN, "[ui]\nhistory = 3\n"])
-def test_a_wrong_file_is_refused_and_stays(path, text):
+def test_a_wrong_file_is_rejected_and_unchanged(path, text):
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(UsageError, match=r"config.toml:\d"):
@@ -301,7 +301,7 @@ def test_a_wrong_file_is_refused_and_stays(path, text):
     assert path.read_text() == text
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_file_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be"):
         save(tmp_path / "file" / "config.toml", {("ui", "theme"): "x"})
@@ -311,8 +311,8 @@ def _values(path):
     return sources.file_source(path).values
 
 
-# Around each bound: what is refused and what is allowed.
-REFUSED = {
+# Values on both sides of each bound.
+REJECTED = {
     "temperature": ("-1e-9", "100.001", "nan", "inf", "'warm'"),
     "top_k": ("-1", "1.5", "'x'", "None"),
     "top_p": ("1.0000001", "-1", "nan"),
@@ -350,28 +350,28 @@ def in_environment(name: str, text: str) -> Sampling:
     return sources.load(environ={f"KVCHAT_SAMPLING_{name.upper()}": text}).settings.sampling.sampling()
 
 
-def by_command(name: str, text: str) -> Sampling:
+def in_command(name: str, text: str) -> Sampling:
     return change(Sampling(), name, text)
 
 
-def by_the_engine(name: str, text: str) -> Sampling:
+def in_the_engine(name: str, text: str) -> Sampling:
     return Sampler(Sampling(**{name: value_of(text)}), 8, "cpu").sampling
 
 
-@pytest.mark.parametrize("judge", [in_file, in_environment, by_command, by_the_engine])
-def test_settings_command_and_engine_judge_a_value_alike(judge):
+@pytest.mark.parametrize("accept", [in_file, in_environment, in_command, in_the_engine])
+def test_settings_command_and_engine_accept_the_same_values(accept):
     for name, texts in ALLOWED.items():
         for text in texts:
-            assert getattr(judge(name, text), name) == value_of(text), (name, text)
-    for name, texts in REFUSED.items():
+            assert getattr(accept(name, text), name) == value_of(text), (name, text)
+    for name, texts in REJECTED.items():
         for text in texts:
-            if text != "None" or judge is not in_file:  # TOML has no null
+            if text != "None" or accept is not in_file:  # TOML has no null
                 with pytest.raises(UsageError, match=f"(?i){name}.*number"):
-                    judge(name, text)
+                    accept(name, text)
 
 
 @pytest.mark.parametrize("stop", ["", ("a", ""), ("a", 1)])
-def test_an_empty_stop_string_is_refused_everywhere(stop):
+def test_invalid_stop_strings_are_rejected_everywhere(stop):
     with pytest.raises(UsageError, match="stop"):
         Sampler(Sampling(stop=stop), 8, "cpu")
     flags = {"--stop": ([("sampling", "stop")], stop)}
@@ -379,17 +379,17 @@ def test_an_empty_stop_string_is_refused_everywhere(stop):
         sources.load(sources.flag_source(flags), {})
 
 
-def test_one_stop_string_stands_for_a_list_of_one():
+def test_a_single_stop_string_becomes_a_list():
     assert SamplingSettings(stop="ab").sampling() == checked_sampling(Sampling(stop="ab")) == Sampling(stop=("ab",))
 
 
-def test_the_bounds_are_in_one_place():
+def test_settings_and_protocol_have_the_same_sampling_parameters():
     assert {field.name for field in dataclasses.fields(Sampling)} == set(SamplingSettings.model_fields)
-    assert set(REFUSED) | {"stop"} == set(ALLOWED) | {"stop"} == set(SamplingSettings.model_fields)
+    assert set(REJECTED) | {"stop"} == set(ALLOWED) | {"stop"} == set(SamplingSettings.model_fields)
     assert SamplingSettings().sampling() == Sampling()
 
 
-def test_a_refusal_names_parameter_value_and_range():
+def test_an_error_names_parameter_value_and_range():
     with pytest.raises(UsageError) as caught:
         checked_sampling(Sampling(), min_p="1")
     assert not lacks(caught.value.title, "min_p", "'1'")
@@ -404,7 +404,7 @@ def test_every_mode_with_parameters_has_its_table():
         assert (name in fields) == bool(cls.model_fields)
 
 
-def test_the_settings_of_a_model_the_engine_and_python_begin_alike():
+def test_settings_engine_and_python_have_equal_default_values():
     asked, parameters = Load(), inspect.signature(kvchat.load).parameters
     assert ModelSettings().of_load().items() <= vars(asked).items()
     shared = vars(asked).keys() & parameters.keys() - {"mode_params"}
@@ -423,20 +423,20 @@ def test_the_settings_of_a_model_the_engine_and_python_begin_alike():
         *((name, name) for name in ("https://huggingface.co/org/m/tree/v2", "http://hf.company:80/org/m", "hf/m", "m")),
     ],
 )
-def test_the_address_of_a_page_or_file_on_the_hub_names_its_model(address, name):
+def test_hub_addresses_become_model_names(address, name):
     assert schema.checked_model(address, {})["model"] == name
 
 
-def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are():
+def test_model_options_may_be_text_and_change_no_others():
     assert schema.checked_model("there", {"fast": "false"}) == {"model": "there", "fast": False}
 
 
-def test_few_words_can_be_offered():
+def test_only_fields_with_few_values_have_choices():
     fields = dict(sources.leaves())
     assert [choices(fields["ui", "history"]), choices(fields["sampling", "seed"])] == [("true", "false"), ()]
 
 
-# ---- Presets as files: what one keeps is what it sets, and what is no part of one is refused with its line
+# ---- Presets are files: they set what was saved in them, and what does not belong in one is rejected
 
 
 CODER = {SYSTEM: "You write code.", ("sampling", "temperature"): 0.2, ("sampling", "stop"): ("END",), MODE: "streaming"}
@@ -447,7 +447,7 @@ def written(text: str, name: str = "coder") -> None:
     (paths.presets_dir() / f"{name}.toml").write_text(text)
 
 
-def test_what_was_kept_is_read_and_the_next_one_of_that_name_replaces_it():
+def test_a_saved_preset_is_read_back_and_can_be_replaced():
     presets.save("coder", {**CODER, ("kv", "streaming", "budget"): 512})
     settings = sources.resolve(presets.read(presets.find("cod"))).settings
     assert (settings.model.system, settings.sampling.temperature) == ("You write code.", 0.2)
@@ -460,7 +460,7 @@ def test_what_was_kept_is_read_and_the_next_one_of_that_name_replaces_it():
 
 
 @pytest.mark.parametrize("name", ["", "../config", "a b", ".hidden", "a/b"])
-def test_a_name_that_would_be_no_file_is_refused(name):
+def test_invalid_preset_names_are_rejected(name):
     with pytest.raises(UsageError):
         presets.save(name, CODER)
     assert not paths.presets_dir().exists()
@@ -476,13 +476,13 @@ def test_a_name_that_would_be_no_file_is_refused(name):
         "[",
     ],
 )
-def test_what_is_no_part_of_a_preset_is_refused_with_its_file(text):
+def test_invalid_presets_are_rejected_with_their_file(text):
     written(text)
     with pytest.raises(UsageError, match=r"presets/coder\.toml"):
         presets.read(presets.find("coder"))
 
 
-def test_an_unknown_preset_is_refused():
+def test_an_unknown_preset_is_rejected():
     with pytest.raises(UsageError):
         presets.read(presets.find("coder"))
     presets.save("coder", CODER)
@@ -490,7 +490,7 @@ def test_an_unknown_preset_is_refused():
         presets.read(presets.find("writer"))
 
 
-def test_on_the_command_line_other_options_go_before_a_preset():
+def test_other_options_override_a_preset():
     presets.save("coder", {**CODER, ("kv", "streaming", "budget"): 512})
     given = flags({"preset": "coder", "temperature": 0.9, "budget": 256})
     settings = sources.resolve(given).settings
