@@ -1,4 +1,4 @@
-"""Turns always alternate along every path, whatever happens to an answer, and nothing said is replaced."""
+"""Turns alternate along every path, whatever happens to an answer, and no text is replaced."""
 
 import json
 from dataclasses import replace
@@ -16,8 +16,8 @@ from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Sampling, Turn, Variant
 
 
-def said(*texts: str) -> Conversation:
-    """A conversation of questions and answers in turn."""
+def dialogue(*texts: str) -> Conversation:
+    """A conversation of alternating questions and answers."""
     conversation = Conversation()
     for number, text in enumerate(texts):
         conversation.answer(text, "eos") if number % 2 else conversation.ask(text)
@@ -28,15 +28,15 @@ def texts(conversation: Conversation) -> list[str]:
     return [turn.content for turn in conversation.turns]
 
 
-def test_a_command_carries_the_path():
+def test_a_command_contains_the_current_path():
     conversation = Conversation("be brief")
     conversation.ask("hi")
     assert conversation.command(Sampling()).turns == (Turn("system", "be brief"), Turn("user", "hi"))
     assert Conversation().command(Sampling()).turns == ()
 
 
-def test_a_question_without_an_answer_is_withdrawn():
-    conversation = said("one", "1")
+def test_only_an_unanswered_question_is_withdrawn():
+    conversation = dialogue("one", "1")
     assert conversation.withdraw() == ""
     conversation.ask("two")
     assert conversation.withdraw() == "two"
@@ -46,15 +46,15 @@ def test_a_question_without_an_answer_is_withdrawn():
     assert texts(conversation) == ["one", "1"]
 
 
-def test_an_unanswered_question_gives_way_to_the_next_and_stays():
-    conversation = said("one", "1", "two")
+def test_a_second_question_becomes_a_sibling_of_an_unanswered_one():
+    conversation = dialogue("one", "1", "two")
     conversation.ask("three")
     assert texts(conversation) == ["one", "1", "three"]
     assert [message.text for message in conversation.siblings(conversation.leaf.id)] == ["two", "three"]
 
 
-def test_an_answer_grows_and_ends_in_place():
-    conversation = said("one")
+def test_an_answer_grows_in_place():
+    conversation = dialogue("one")
     begun = conversation.answer("1")
     ended = conversation.answer("1.", "eos", "2 tok", Stats(generated_tokens=2))
     assert (begun.id, begun.ending, ended.receipt) == (ended.id, "", "2 tok")
@@ -64,7 +64,7 @@ def test_an_answer_grows_and_ends_in_place():
 
 
 def test_answering_again_adds_a_sibling():
-    conversation = said("one", "1", "two", "2")
+    conversation = dialogue("one", "1", "two", "2")
     conversation.go_to(conversation.leaf.parent)
     conversation.answer("zwei", "eos")
     assert texts(conversation)[-1] == "zwei"
@@ -74,8 +74,8 @@ def test_answering_again_adds_a_sibling():
     assert texts(conversation) == ["one", "1", "two", "2"]
 
 
-def test_selecting_leads_to_the_newest_message_below():
-    conversation = said("one", "1", "two", "2")
+def test_selecting_a_message_leads_to_its_newest_descendant():
+    conversation = dialogue("one", "1", "two", "2")
     question = conversation.path[0]
     conversation.go_to(None)
     conversation.ask("other")
@@ -84,7 +84,7 @@ def test_selecting_leads_to_the_newest_message_below():
 
 
 def test_a_fork_is_a_copy_up_to_a_message():
-    conversation = said("one", "1", "two", "2")
+    conversation = dialogue("one", "1", "two", "2")
     fork = conversation.fork(conversation.path[1].id)
     assert texts(fork) == ["one", "1"]
     assert not set(fork.messages) & set(conversation.messages)
@@ -92,15 +92,15 @@ def test_a_fork_is_a_copy_up_to_a_message():
     assert len(fork.changes().changed) == 2
 
 
-def test_the_title_is_the_first_question_shortened():
-    conversation = said("What  is\na cat?", "1", "and more")
+def test_the_title_is_the_shortened_first_question():
+    conversation = dialogue("What  is\na cat?", "1", "and more")
     assert conversation.title == "What is a cat?"
     conversation.rename("x " * 100)
     assert len(conversation.title) <= TITLE_CHARACTERS
     assert conversation.title.endswith("…")
 
 
-def test_changes_are_there_until_they_are_marked_as_saved():
+def test_changes_remain_until_marked_as_saved():
     conversation = Conversation("system")
     assert conversation.changes() is None
     question = conversation.ask("one")
@@ -119,8 +119,8 @@ def test_changes_are_there_until_they_are_marked_as_saved():
     assert conversation.changes().changed == []
 
 
-def test_a_withdrawn_question_is_removed_from_disk_too():
-    conversation = said("one")
+def test_changes_include_a_withdrawn_question():
+    conversation = dialogue("one")
     question = conversation.leaf.id
     conversation.mark_saved(conversation.changes())
     conversation.withdraw()
@@ -138,7 +138,7 @@ def test_a_withdrawn_question_is_removed_from_disk_too():
         )
     )
 )
-def test_any_order_of_operations_alternates_and_loses_no_answer(steps):
+def test_turns_alternate_and_answers_survive_any_operations(steps):
     conversation, ended = Conversation(), set()
     for number, (step, choice) in enumerate(steps):
         messages = list(conversation.messages)
@@ -165,28 +165,28 @@ def test_any_order_of_operations_alternates_and_loses_no_answer(steps):
 
 
 class Counting(dict):
-    """How many messages were looked at."""
+    """Counts the messages that are looked up."""
 
-    looked = 0
+    lookups = 0
 
     def __getitem__(self, id):
-        self.looked += 1
+        self.lookups += 1
         return super().__getitem__(id)
 
     def values(self):
-        self.looked += len(self)
+        self.lookups += len(self)
         return super().values()
 
 
-def test_finding_siblings_takes_no_longer_in_a_long_conversation():
-    conversation = said(*map(str, range(2000)))
+def test_finding_siblings_takes_few_lookups_per_message():
+    conversation = dialogue(*map(str, range(2000)))
     conversation.messages = Counting(conversation.messages)
     for message in conversation.path:
         assert conversation.siblings(message.id) == [message]
-    assert conversation.messages.looked <= 5 * 2000
+    assert conversation.messages.lookups <= 5 * 2000
 
 
-# ---- Comparisons as a table, in words and as files
+# ---- Comparisons as tables, verdicts and files
 
 
 STATS = Stats(decode_tokens_per_s=41.25, read_share=0.125, recalled_bytes=3 * 2**20, recall_hit_rate=0.9)
@@ -200,7 +200,7 @@ RUNS = (
 DONE = Comparison("What?", "bundled", Sampling(seed=3), 1234, VARIANTS, RUNS)
 
 
-def test_the_table_has_a_dash_where_nothing_can_be_measured():
+def test_the_table_shows_a_dash_for_missing_figures():
     assert rows(DONE) == [
         ("full", "n/a", "100 %", "0 B", "–", "–", "–", "–"),
         ("speculative budget=256", "41.2", "12 %", "3.0 MiB", "90 %", "1", "88 %", "0.040"),
@@ -210,7 +210,7 @@ def test_the_table_has_a_dash_where_nothing_can_be_measured():
     assert all(len(row) == len(COLUMNS) for row in rows(DONE))
 
 
-def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
+def test_verdicts_say_where_and_how_far_runs_diverge():
     speculative, sync, freeze = verdicts(DONE)
     assert not lacks(speculative, "speculative budget=256", "token 2", "88 % of 1,000", "KL 0.040", "1.500")
     assert not lacks(sync, "sync draws the same tokens as full", "a smaller budget")
@@ -222,7 +222,7 @@ def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
     assert first_difference(RUNS[:1]) is None
 
 
-def test_files_hold_every_figure_and_none_is_replaced(tmp_path):
+def test_files_contain_every_figure_and_are_never_overwritten(tmp_path):
     comparison.write(DONE, tmp_path / "one.md")
     text = (tmp_path / "one.md").read_text()
     assert "| speculative budget=256 | 41.2 |" in text
@@ -236,29 +236,29 @@ def test_files_hold_every_figure_and_none_is_replaced(tmp_path):
             comparison.write(DONE, tmp_path / name)
 
 
-# ---- Files in a question: whole or refused, fenced so that they are found again
+# ---- Files in a question: fenced so that they can be found again
 
 
 @pytest.mark.parametrize("text", ["", "a", "a\n", "```py\nx\n```\n", "``````\n", "File b:\n```\nx\n```", "\n\n", "é‮\n"])
-def test_what_is_fenced_is_found_again_with_what_surrounds_it(text):
+def test_fenced_files_and_the_text_around_them_are_found(text):
     block = attachments.fenced("notes.md", text)
     found = list(attachments.pieces(f"{block}\n\nWhat is it?"))
     assert [(piece.text, piece.name) for piece in found] == [(block, "notes.md"), ("\n\nWhat is it?", "")]
     assert text in block
 
 
-def test_a_file_that_never_ends_is_text_and_hides_none_behind_it():
+def test_an_unclosed_fence_is_text_and_hides_no_later_file():
     block = attachments.fenced("b", "text")
     found = list(attachments.pieces(f"File a:\n`````\nx\n\n{block}\nand"))
     assert [piece.name for piece in found] == ["", "b", ""]
     assert found[1].label == "[b · 5 B]"
 
 
-def test_a_question_is_folded_to_labels_and_titled_by_what_is_around_them():
+def test_files_fold_to_labels_and_the_title_omits_them():
     question = f"{attachments.fenced('a.txt', 'x' * 2048)}\n\n{attachments.fenced('b', 'y')}\n\nCompare them"
     assert attachments.folded(question) == "[a.txt · 2.0 KiB]\n[b · 2 B]\nCompare them"
     assert attachments.folded("\nno file\n") == "\nno file\n"
     conversation = Conversation()
     conversation.ask(question)
     assert (conversation.title, conversation.last_text()) == ("Compare them", question)
-    assert "a.txt" in said(attachments.fenced("a.txt", "words")).title
+    assert "a.txt" in dialogue(attachments.fenced("a.txt", "words")).title

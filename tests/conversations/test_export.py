@@ -1,4 +1,4 @@
-"""Files of conversations: for reading, and for reading back."""
+"""Exported conversations: for reading, and for importing again."""
 
 import json
 import time
@@ -21,12 +21,12 @@ def conversation():
     return made
 
 
-def back(conversation):
+def imported_again(conversation):
     """A conversation from its file."""
     return export.from_json(export.to_json(conversation).encode("utf-8-sig"), "x.json")
 
 
-def test_markdown_is_the_path(conversation):
+def test_markdown_contains_the_current_path(conversation):
     text = export.to_markdown(conversation)
     assert text.startswith("# What is *this*?")
     assert "## System\n\nbe <brief>\n\n## You\n\nWhat is *this*?" in text
@@ -39,17 +39,17 @@ def test_an_impossible_date_is_left_out(conversation):
     assert export.to_markdown(conversation).partition("\n")[2].startswith("\n## System")
 
 
-def test_markdown_says_which_model_in_which_mode_and_when(conversation):
+def test_markdown_shows_model_mode_and_date(conversation):
     conversation.mode, conversation.params = "speculative", {"budget": 128, "sink": None}
     conversation.ask("And this?")
     conversation.answer("It is.", "eos", "9 tok", model="SmolLM2, int4")
     made, answered = conversation.created, conversation.leaf.created
     day, minute = (time.strftime(form, time.localtime(made)) for form in ("%Y-%m-%d", "%H:%M"))
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(answered))
+    answered_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(answered))
     text = export.to_markdown(conversation)
     assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128*" in text
-    assert f"{at} · SmolLM2, int4 · 9 tok" in text
-    read = back(conversation)
+    assert f"{answered_at} · SmolLM2, int4 · 9 tok" in text
+    read = imported_again(conversation)
     assert (read.mode, read.params) == ("speculative", {"budget": 128, "sink": None})
     assert read.leaf.model == "SmolLM2, int4"
 
@@ -71,7 +71,7 @@ def test_markdown_says_which_model_in_which_mode_and_when(conversation):
         ("taken", "", "taken 3.md"),
     ],
 )
-def test_a_file_that_is_not_named_is_named_by_the_title(tmp_path, monkeypatch, title, given, file):
+def test_unnamed_files_are_named_after_the_title(tmp_path, monkeypatch, title, given, file):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     for taken in ("taken.md", "taken 2.md"):
@@ -84,8 +84,8 @@ def test_a_file_that_is_not_named_is_named_by_the_title(tmp_path, monkeypatch, t
     assert (tmp_path / file).read_text()
 
 
-def test_json_is_read_back_as_another_conversation(conversation):
-    read = back(conversation)
+def test_json_is_imported_as_a_new_conversation(conversation):
+    read = imported_again(conversation)
     assert (read.title, read.system, read.created) == (conversation.title, "be <brief>", conversation.created)
     assert read.turns == conversation.turns
     assert [m.text for m in read.messages.values()] == [m.text for m in conversation.messages.values()]
@@ -93,34 +93,34 @@ def test_json_is_read_back_as_another_conversation(conversation):
     assert len(read.changes().changed) == 3
 
 
-def test_json_keeps_what_answers_cost(conversation):
+def test_json_keeps_the_stats_of_answers(conversation):
     stats = Stats(3, 1, 5, 8, read_share=0.5, switches=({"at": 4, "mode": "sync"},), extras={"pages": 2})
     conversation.ask("and?")
     conversation.answer("so", "eos", "5 tok", stats)
-    read = back(conversation)
+    read = imported_again(conversation)
     assert read.stats == [stats]
     assert [message.stats for message in read.path] == [None, None, None, stats]
 
 
 @pytest.mark.parametrize("ending", [".md", ".json"])
-def test_a_name_that_is_no_unicode_and_a_date_that_is_none_are_exported(conversation, tmp_path, ending):
-    conversation.ask("File caf\udce9.txt:\n```txt\nblack\n```")  # as Python names a file from another system
+def test_surrogates_and_impossible_dates_can_be_exported(conversation, tmp_path, ending):
+    conversation.ask("File caf\udce9.txt:\n```txt\nblack\n```")  # as Python decodes a file name of another system
     conversation.created = 1e300
     export.write(conversation, tmp_path / f"x{ending}")
     assert "File caf?.txt:" in (tmp_path / f"x{ending}").read_text()
 
 
-def test_the_lines_of_switches_stand_in_every_format(conversation):
+def test_every_format_contains_the_switches(conversation):
     conversation.ask("and?")
     conversation.answer("one two three", "eos", switch_lines=(ModeChange(3, "full -> sync", 40, "sync"),))
     assert "## Model\n\none ┃ two three\n\n┃ full -> sync\n" in export.to_markdown(conversation)
-    read = back(conversation)
+    read = imported_again(conversation)
     assert read.leaf.switch_lines == conversation.leaf.switch_lines
     older = broken(lambda file, messages: [message.pop("switch_lines") for message in messages], conversation)
     assert export.from_json(older, "x.json").leaf.marked_text == "one two three"
 
 
-def test_figures_of_another_version_and_damaged_ones_are_left_out(conversation):
+def test_unknown_and_damaged_stats_are_left_out(conversation):
     known = {"total_tokens": 8, "joy": 3}
     for stats, kept in (
         (known, [Stats(total_tokens=8)]),
@@ -157,12 +157,12 @@ def broken(change, conversation):
         (lambda file, messages: messages[0].update(switch_lines=[[-1, "x"]]), "switch_lines"),
     ],
 )
-def test_what_is_no_conversation_is_refused(conversation, change, reason):
+def test_invalid_conversations_are_rejected(conversation, change, reason):
     with pytest.raises(UsageError, match=reason):
         export.from_json(broken(change, conversation), "x.json")
 
 
-def test_what_is_no_json_is_refused_and_many_wrong_messages_cost_no_more_than_one():
+def test_invalid_json_and_many_wrong_messages_are_rejected_quickly():
     for data in (b"", b"{", b"[]", b"\xff\xfe"):
         with pytest.raises(UsageError, match="not a kvchat conversation"):
             export.from_json(data, "x.json")
@@ -172,17 +172,17 @@ def test_what_is_no_json_is_refused_and_many_wrong_messages_cost_no_more_than_on
     assert time.process_time() - began < 3
 
 
-def test_a_file_too_large_for_a_conversation_is_refused(tmp_path):
+def test_oversized_files_are_rejected(tmp_path):
     with (tmp_path / "endless.json").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(DoesNotFitError):
         export.read(tmp_path / "endless.json")
 
 
-# ---- Where the marks of switches stand in the text of an answer, and what is said of them below it
+# ---- Marks of switches in the text of an answer, and the notes below it
 
 
-def at(*places: int) -> list[ModeChange]:
+def switches_at(*places: int) -> list[ModeChange]:
     return [ModeChange(place, f"to {number}") for number, place in enumerate(places, 1)]
 
 
@@ -203,16 +203,16 @@ def at(*places: int) -> list[ModeChange]:
         ("", "the begin", "the begin"),
     ],
 )
-def test_it_stands_behind_the_word_that_was_being_said_in_no_code_and_leaves_markdown_whole(before, after, drawn):
-    assert with_marks(before + after, at(len(before)), is_over=True) == drawn
+def test_marks_follow_the_current_word_outside_code_and_tables(before, after, drawn):
+    assert with_marks(before + after, switches_at(len(before)), is_over=True) == drawn
 
 
-def test_it_waits_for_the_end_of_the_word_so_that_what_is_drawn_stays():
-    assert with_marks("a words", at(4), is_over=False) == "a words"
-    assert with_marks("a words ", at(4), is_over=False) == f"a words {MARK} "
+def test_a_mark_waits_for_the_end_of_its_word():
+    assert with_marks("a words", switches_at(4), is_over=False) == "a words"
+    assert with_marks("a words ", switches_at(4), is_over=False) == f"a words {MARK} "
 
 
-def test_several_are_numbered_and_told_in_their_order():
-    assert with_marks("one two three", at(3, 7, 13), is_over=True) == f"one {MARK}¹ two {MARK}² three"
-    assert notes(at(3, 7, 13)) == [f"{MARK}¹ to 1", f"{MARK}² to 2", f"{MARK}³ to 3"]
-    assert notes(at(3)) == [f"{MARK} to 1"]
+def test_several_marks_are_numbered_in_order():
+    assert with_marks("one two three", switches_at(3, 7, 13), is_over=True) == f"one {MARK}¹ two {MARK}² three"
+    assert notes(switches_at(3, 7, 13)) == [f"{MARK}¹ to 1", f"{MARK}² to 2", f"{MARK}³ to 3"]
+    assert notes(switches_at(3)) == [f"{MARK} to 1"]

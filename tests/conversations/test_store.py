@@ -1,4 +1,4 @@
-"""Conversations survive the process, other processes and failing disks."""
+"""Saved conversations survive crashes, other processes and disk errors."""
 
 import signal
 import sqlite3
@@ -45,7 +45,7 @@ def saved(store: ConversationStore, *texts: str) -> Conversation:
     return made
 
 
-def test_a_conversation_is_read_as_it_was_written(store):
+def test_a_conversation_is_loaded_as_it_was_saved(store):
     written = conversation("one", "1 \ud800 \0 ¿", system="be brief")
     written.go_to(written.leaf.parent)
     written.answer("again")
@@ -61,7 +61,7 @@ def test_a_conversation_is_read_as_it_was_written(store):
 LINES = (ModeChange(3, "full -> sync", 40, "sync"), ModeChange(7, "sync -> full", 90, "full"))
 
 
-def test_the_lines_of_switches_are_kept(store):
+def test_switches_are_saved(store):
     made = saved(store, "one")
     made.answer("one two three", "", switch_lines=LINES[:1])
     keep(store, made)
@@ -91,7 +91,7 @@ def test_an_older_database_is_opened_without_loss(path, version):
     db.commit()
     db.close()
     ConversationStore(path).close()
-    store = ConversationStore(path)  # the second time it is up to date
+    store = ConversationStore(path)  # now the database is up to date
     read = store.load("c")
     assert [(m.marked_text, m.receipt, m.pinned) for m in read.path] == [("one", "3 tok", False), ("1", "3 tok", False)]
     assert [hit.title for hit in store.search("one")] == ["one"]
@@ -101,7 +101,7 @@ def test_an_older_database_is_opened_without_loss(path, version):
     store.close()
 
 
-def test_the_files_are_private_and_those_that_others_could_read_are_made_so(store, path):
+def test_database_files_are_private_or_made_private(store, path):
     saved(store, "one")
     files = [*path.parent.iterdir()]
     assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 3
@@ -112,7 +112,7 @@ def test_the_files_are_private_and_those_that_others_could_read_are_made_so(stor
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
 
 
-def test_the_latest_comes_first_and_nothing_unsaid_is_kept(store):
+def test_the_latest_conversation_comes_first(store):
     assert store.latest() is None
     first, second = saved(store, "one", "1"), saved(store, "two")
     assert [summary.title for summary in store.recent()] == ["two", "one"]
@@ -123,7 +123,7 @@ def test_the_latest_comes_first_and_nothing_unsaid_is_kept(store):
     assert second.changes() is None
 
 
-def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch):
+def test_a_deleted_conversation_can_be_restored_for_a_day(store, path, monkeypatch):
     kept, lost = saved(store, "kept"), saved(store, "lost")
     store.delete(kept.id)
     store.delete(lost.id)
@@ -138,7 +138,7 @@ def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch
     assert store.search("lost") == []
 
 
-def test_another_title_changes_nothing_else(store):
+def test_renaming_changes_only_the_title(store):
     first, second = saved(store, "one", "1"), saved(store, "two")
     before = store.load(first.id).messages
     store.rename(first.id, "x\n" * 100)
@@ -179,39 +179,39 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_words_of_any_script_and_case_are_found(store, said):
+@pytest.mark.parametrize("text", SAID)
+def test_search_finds_words_of_any_script_and_case(store, text):
     saved(store, "nothing of it, but 犬 and собака", "no")
-    made = saved(store, "a question", said)
-    for sought in SAID[said]:
+    made = saved(store, "a question", text)
+    for sought in SAID[text]:
         assert [summary.id for summary in store.search(sought)] == [made.id], sought
-    made.rename(said)
+    made.rename(text)
     keep(store, made)
-    assert [summary.id for summary in store.search(said.swapcase() if "ß" not in said else said)] == [made.id]
+    assert [summary.id for summary in store.search(text.swapcase() if "ß" not in text else text)] == [made.id]
 
 
-def test_an_excerpt_of_a_script_without_spaces_is_short_and_marks_the_words(store):
+def test_excerpts_without_spaces_are_short_and_mark_the_words(store):
     saved(store, "一" * 500 + "饼干" + "二" * 500)
     (found,) = store.search("饼干")
     assert found.excerpt == "…" + "一" * 40 + "饼干".join(MARK) + "二" * 100 + "…"
 
 
-def test_a_search_looks_at_each_message_once(store):
+def test_a_search_reads_each_message_once(store):
     saved(store, *["the same word"] * 1000)
     steps = []
-    store._db.set_progress_handler(lambda: steps.append(1) or 0, 1000)  # called after so many steps of SQLite
+    store._db.set_progress_handler(lambda: steps.append(1) or 0, 1000)  # called once per 1,000 steps of SQLite
     (found,) = store.search("word")
     assert found.messages == 1000
     assert len(steps) < 500
 
 
-def test_what_is_searched_for_is_text_and_no_query(store):
+def test_search_text_is_not_a_query(store):
     saved(store, "nothing of it")
     for text in ('"', "a AND", "*", "NEAR(", "-", "col:x", "'; --", "(", "!!!", "\ud800"):
         assert store.search(text) == []
 
 
-def test_changed_and_withdrawn_text_is_not_found_any_more(store):
+def test_changed_and_withdrawn_text_is_no_longer_found(store):
     changed = saved(store, "one", "first")
     changed.answer("second", "eos")
     question = changed.ask("third")
@@ -225,24 +225,24 @@ def test_changed_and_withdrawn_text_is_not_found_any_more(store):
 
 @pytest.fixture
 def other(store, path):
-    """The same database, of another application."""
+    """The same database, opened by another application."""
     other = ConversationStore(path)
     yield other
     other.close()
 
 
-def in_two(store, other, *texts):
+def opened_twice(store, other, *texts):
     """A conversation that two applications have opened."""
     mine = saved(store, *texts)
     return mine, other.load(mine.id)
 
 
-def said(store, made) -> list[str]:
+def stored_texts(store, made) -> list[str]:
     return [message.text for message in store.load(made.id).messages.values()]
 
 
-def test_two_applications_write_branches_of_one_conversation(store, other):
-    mine, theirs = in_two(store, other, "one", "1")
+def test_two_applications_add_branches_to_one_conversation(store, other):
+    mine, theirs = opened_twice(store, other, "one", "1")
     mine.ask("mine")
     theirs.ask("theirs")
     keep(store, mine)
@@ -251,8 +251,8 @@ def test_two_applications_write_branches_of_one_conversation(store, other):
     assert [message.text for message in read.siblings(read.leaf.id)] == ["mine", "theirs"]
 
 
-def test_a_conversation_purged_elsewhere_is_written_whole_by_the_next_save(store, other, path, monkeypatch):
-    mine, _ = in_two(store, other, "one", "1", "two", "2")
+def test_saving_restores_a_conversation_purged_elsewhere(store, other, path, monkeypatch):
+    mine, _ = opened_twice(store, other, "one", "1", "two", "2")
     mine.go_to(None)
     mine.ask("another branch")
     keep(store, mine)
@@ -267,8 +267,8 @@ def test_a_conversation_purged_elsewhere_is_written_whole_by_the_next_save(store
     assert (read.title, read.leaf) == ("one", mine.leaf)
 
 
-def test_a_question_that_another_application_has_answered_is_not_deleted(store, other):
-    mine, theirs = in_two(store, other, "one", "1", "two")
+def test_a_question_answered_elsewhere_is_not_deleted(store, other):
+    mine, theirs = opened_twice(store, other, "one", "1", "two")
     theirs.answer("2", "eos")
     keep(other, theirs)
     assert mine.withdraw() == "two"
@@ -276,32 +276,32 @@ def test_a_question_that_another_application_has_answered_is_not_deleted(store, 
     assert other.load(mine.id).messages == theirs.messages
 
 
-def test_a_question_withdrawn_elsewhere_comes_back_only_with_an_answer_to_it(store, other):
-    mine, theirs = in_two(store, other, "one", "1", "two")
+def test_a_question_withdrawn_elsewhere_returns_only_with_an_answer(store, other):
+    mine, theirs = opened_twice(store, other, "one", "1", "two")
     last = theirs.leaf.id
     mine.withdraw()
     keep(store, mine)
     theirs.go_to(theirs.leaf.parent)
     theirs.rename("other")
     keep(other, theirs)
-    assert said(store, mine) == ["one", "1"]
+    assert stored_texts(store, mine) == ["one", "1"]
     store._db.execute("UPDATE conversation SET leaf = ?", (last,))
     assert [message.text for message in other.load(mine.id).path] == ["one", "1"], "the newest is shown"
     theirs.go_to(last)
     theirs.answer("2", "eos")
     keep(other, theirs)
-    assert said(store, mine) == ["one", "1", "two", "2"]
+    assert stored_texts(store, mine) == ["one", "1", "two", "2"]
 
 
-def test_a_conversation_whose_first_question_was_undone_is_opened_at_its_end(store):
+def test_a_conversation_without_a_leaf_opens_at_its_end(store):
     made = saved(store, "one", "1")
     made.go_to(None)
     keep(store, made)
     assert [message.text for message in store.load(made.id).path] == ["one", "1"]
 
 
-def test_a_conversation_is_listed_from_its_first_question_on_until_that_is_withdrawn(store, other):
-    mine, theirs = in_two(store, other, "one")
+def test_a_conversation_is_listed_while_it_has_a_question(store, other):
+    mine, theirs = opened_twice(store, other, "one")
     mine.withdraw()
     keep(store, mine)
     assert store.recent() == []
@@ -312,10 +312,10 @@ def test_a_conversation_is_listed_from_its_first_question_on_until_that_is_withd
     keep(store, mine)
     theirs.answer("1", "eos")
     keep(other, theirs)
-    assert said(store, mine) == ["one", "1"]
+    assert stored_texts(store, mine) == ["one", "1"]
 
 
-def test_a_conversation_without_messages_is_not_listed_after_the_next_start(store, path):
+def test_empty_conversations_disappear_at_the_next_start(store, path):
     saved(store, "Hello")
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("DELETE FROM message")
@@ -324,8 +324,8 @@ def test_a_conversation_without_messages_is_not_listed_after_the_next_start(stor
         assert opened.recent() == []
 
 
-def test_what_another_application_changed_stays_where_this_one_changed_something_else(store, other):
-    mine, theirs = in_two(store, other, "one", "1")
+def test_independent_changes_of_two_applications_are_merged(store, other):
+    mine, theirs = opened_twice(store, other, "one", "1")
     theirs.rename("their title")
     theirs.answer("1 and more", "eos")
     keep(other, theirs)
@@ -337,8 +337,8 @@ def test_what_another_application_changed_stays_where_this_one_changed_something
     assert (read.last_text(), read.leaf.pinned) == ("1 and more", True)
 
 
-def test_of_a_text_that_both_changed_both_are_kept(store, other):
-    mine, theirs = in_two(store, other, "one", "1")
+def test_both_versions_of_a_conflicting_text_are_kept(store, other):
+    mine, theirs = opened_twice(store, other, "one", "1")
     theirs.answer("1 theirs", "eos")
     keep(other, theirs)
     mine.answer("1 mine", "eos")
@@ -347,16 +347,16 @@ def test_of_a_text_that_both_changed_both_are_kept(store, other):
     assert [message.text for message in read.siblings(read.leaf.id)] == ["1 mine", "1 theirs"]
 
 
-def test_a_save_whose_end_nobody_heard_of_is_repeated_without_harm(store):
+def test_an_unacknowledged_save_can_be_repeated(store):
     made = saved(store, "one", "1")
     made.answer("1 and", "eos")
     store.save(made.changes())
     made.answer("1 and more", "eos")
     keep(store, made)
-    assert said(store, made) == ["one", "1 and more"]
+    assert stored_texts(store, made) == ["one", "1 and more"]
 
 
-def test_a_save_that_fails_writes_nothing(store):
+def test_a_failed_save_writes_nothing(store):
     made = conversation("one", "1")
     store._db.execute("CREATE TRIGGER full BEFORE INSERT ON message BEGIN SELECT RAISE(FAIL, ''); END")
     with pytest.raises(StoreError, match="cannot be written"):
@@ -365,7 +365,7 @@ def test_a_save_that_fails_writes_nothing(store):
     assert made.changes().changed == made.path
 
 
-def test_a_full_disk_is_an_error_that_says_so(store):
+def test_a_full_disk_is_reported_when_saving(store):
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {pages}")
     made = conversation("one", "x" * 2**20)
@@ -377,14 +377,14 @@ def test_a_full_disk_is_an_error_that_says_so(store):
     assert store.load(made.id).last_text() == "x" * 2**20
 
 
-def test_a_database_that_a_full_disk_keeps_from_being_opened_says_so(path):
+def test_a_full_disk_is_reported_when_opening(path):
     ConversationStore(path).close()
     with full_disk(), pytest.raises(StoreError, match="disk is full"):
         ConversationStore(path)
     ConversationStore(path).close()
 
 
-def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypatch):
+def test_a_locked_database_is_reported_after_a_timeout(store, path, monkeypatch):
     store._db.execute("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -399,7 +399,7 @@ def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypat
 
 
 @pytest.mark.parametrize("content", [b"no database at all\n" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
-def test_a_damaged_file_is_refused_and_left_alone(path, content):
+def test_a_damaged_file_is_rejected_and_unchanged(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(StoreError, match="file"):
@@ -407,7 +407,7 @@ def test_a_damaged_file_is_refused_and_left_alone(path, content):
     assert path.read_bytes() == content
 
 
-def test_a_newer_database_is_refused_and_left_alone(store, path):
+def test_a_newer_database_is_rejected_and_unchanged(store, path):
     saved(store, "one")
     store._db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(StoreError, match="newer kvchat"):
@@ -415,7 +415,7 @@ def test_a_newer_database_is_refused_and_left_alone(store, path):
     assert store.latest().title == "one"
 
 
-def test_a_path_below_a_file_is_an_error_and_memory_needs_no_file(tmp_path):
+def test_a_path_below_a_file_is_rejected_and_memory_needs_none(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened"):
         ConversationStore(tmp_path / "file" / "chats.db")
@@ -425,7 +425,7 @@ def test_a_path_below_a_file_is_an_error_and_memory_needs_no_file(tmp_path):
     store.close()
 
 
-def test_what_was_saved_survives_kill(path):
+def test_saved_conversations_survive_kill(path):
     code = f"""
 import os, sys
 from pathlib import Path
@@ -448,10 +448,10 @@ for number in range(10**9):
     store.close()
 
 
-# ---- What else is kept of a conversation goes and comes with it
+# ---- K/V files are deleted and restored with their conversation
 
 
-def test_the_kv_of_a_conversation_go_and_come_with_it(store, path, monkeypatch):
+def test_kv_files_are_deleted_and_restored_with_their_conversation(store, path, monkeypatch):
     made = saved(store, "Hello")
     file = path.parent / "kv" / f"{made.id}.kv"
     file.parent.mkdir()
@@ -469,7 +469,7 @@ def test_the_kv_of_a_conversation_go_and_come_with_it(store, path, monkeypatch):
     assert not aside.exists()
 
 
-def test_the_kv_of_a_conversation_whose_only_question_was_withdrawn_go_at_the_next_start(store, path):
+def test_kv_files_of_empty_conversations_are_deleted_at_the_next_start(store, path):
     kept, withdrawn = saved(store, "Hello"), Conversation()
     withdrawn.ask("Never mind.")
     keep(store, withdrawn)
