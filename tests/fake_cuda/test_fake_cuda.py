@@ -35,7 +35,7 @@ def side():
 
 @cache
 def llama(dtype: torch.dtype) -> LoadedModel:
-    """One layer that may read everything and one behind it: the interpreter is slow."""
+    """One layer that may read everything and one after it: the interpreter is slow."""
     return loaded("llama", "cuda", dtype, num_hidden_layers=2)
 
 
@@ -55,7 +55,7 @@ def test_operands_on_two_devices_are_refused():
     assert (ones() + torch.tensor(1.0)).tolist() == [2.0] * 8
 
 
-def test_a_capture_carries_nothing_out_and_a_replay_does():
+def test_a_graph_runs_when_replayed_not_when_captured():
     total, graph = ones(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         total.add_(1)
@@ -66,7 +66,7 @@ def test_a_capture_carries_nothing_out_and_a_replay_does():
     assert (total.tolist(), doubled.tolist()) == ([3.0] * 8, [6.0] * 8)
 
 
-def test_a_graph_copies_what_pinned_memory_holds_at_its_replay():
+def test_a_graph_copies_pinned_memory_when_replayed():
     source, target, graph = torch.zeros(8, pin_memory=True), ones(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         target.copy_(source, non_blocking=True)
@@ -76,24 +76,24 @@ def test_a_graph_copies_what_pinned_memory_holds_at_its_replay():
     assert target.tolist() == [3.0] * 8
 
 
-ASKING = [
+SYNCHRONIZING = [
     *(torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: torch.ones(1).to(x)),
     *(lambda x: x.copy_(torch.ones(1), non_blocking=True), lambda x: x.to("cpu", non_blocking=True)),
 ]
 
 
-@pytest.mark.parametrize("asks", ASKING)
-def test_nothing_is_asked_or_sent_while_a_graph_is_captured(asks):
+@pytest.mark.parametrize("synchronizes", SYNCHRONIZING)
+def test_synchronizing_during_a_capture_is_refused(synchronizes):
     one = ones(1)
     with (
         pytest.raises(Refused, match="not permitted when stream is capturing"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        asks(one)
+        synchronizes(one)
     assert one.item() == 1
 
 
-def test_what_another_stream_writes_is_waited_for(side):
+def test_reading_what_another_stream_writes_is_a_race(side):
     shared = ones()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -104,7 +104,7 @@ def test_what_another_stream_writes_is_waited_for(side):
     assert shared.sum().item() == 24
 
 
-def test_what_another_stream_reads_is_not_written(side):
+def test_writing_what_another_stream_reads_is_a_race(side):
     shared = ones()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -116,7 +116,7 @@ def test_what_another_stream_reads_is_not_written(side):
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.float, torch.Tensor.numpy], ids=["torch", "numpy"])
-def test_what_a_stream_sends_to_the_host_is_waited_for(read):
+def test_reading_an_unfinished_copy_on_the_host_is_a_race(read):
     here, sent = torch.empty(8, pin_memory=True), torch.cuda.Event()
     half = torch.empty(8, dtype=torch.bfloat16, pin_memory=True)
     for target in (here, half):
@@ -129,7 +129,7 @@ def test_what_a_stream_sends_to_the_host_is_waited_for(read):
     assert read(asked).tolist() == [1.0] * 8
 
 
-def test_memory_is_given_back_when_all_that_use_it_are_done(side):
+def test_freeing_memory_still_in_use_is_a_hazard(side):
     before, shared = gpu.allocated, ones(1000)
     assert gpu.allocated == before + 4096
     side.wait_stream(torch.cuda.current_stream())
@@ -143,7 +143,7 @@ def test_memory_is_given_back_when_all_that_use_it_are_done(side):
     assert kept.item() == 1000
 
 
-def test_a_capture_ends_when_all_its_streams_have_joined(side):
+def test_a_capture_with_unjoined_streams_is_refused(side):
     def forked():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -165,7 +165,7 @@ def test_a_copy_across_two_segments_is_refused():
     assert not gpu.pinned
 
 
-def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
+def test_a_recall_that_is_not_waited_for_is_a_race(monkeypatch):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "speculative-reuse"))
     one.graphs = GraphRunner(one.kv, None)
@@ -176,10 +176,10 @@ def test_a_recall_that_is_not_waited_for_is_seen(monkeypatch):
         list(map(one.step, token_ids(4)))
     del one
     gc.collect()
-    gpu.hazards.clear()  # its memory is freed while what was not waited for may use it
+    gpu.hazards.clear()  # its memory is freed while unfinished work may use it
 
 
-def test_a_conversation_gives_back_all_it_took():
+def test_a_conversation_frees_all_its_memory():
     model = llama(torch.float32)
     gc.collect()
     before = gpu.allocated, dict(gpu.pinned)
@@ -197,8 +197,8 @@ def test_a_conversation_gives_back_all_it_took():
 
 
 @pytest.mark.parametrize("tau", [0.7, 2.0])
-def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
-    """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
+def test_corrected_pages_are_counted_once(tau):
+    """A correction replaces what was already counted: the hit rate was computed over twice as much (audit, 3)."""
     model = llama(torch.float32)
     one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=tau)
     prefilled(one, token_ids(300))
@@ -211,7 +211,7 @@ def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
     assert transfer.totals.wanted - before == 6 * tokens
 
 
-def test_memory_that_nothing_was_written_to_is_not_taken_for_a_result():
+def test_unwritten_memory_is_nan():
     left = torch.empty(4, device="cuda")
     assert left.isnan().all()
     graph = torch.cuda.CUDAGraph()
@@ -223,7 +223,7 @@ def test_memory_that_nothing_was_written_to_is_not_taken_for_a_result():
     assert (kept.tolist(), unwritten.isnan().all().item()) == ([1.0] * 4, True)
 
 
-def test_an_event_of_a_capture_is_recorded_by_the_replay(monkeypatch):
+def test_captured_events_are_recorded_by_the_replay(monkeypatch):
     begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -241,7 +241,7 @@ def test_an_event_of_a_capture_is_recorded_by_the_replay(monkeypatch):
         begin.elapsed_time(end)
 
 
-def test_the_device_comes_to_an_event_by_chance_and_what_is_behind_it_is_read_then():
+def test_events_complete_at_random_and_end_races():
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
     assert end.query(), "none was recorded"
     asked = []
@@ -257,7 +257,7 @@ def test_the_device_comes_to_an_event_by_chance_and_what_is_behind_it_is_read_th
                 begin.elapsed_time(end)
             with pytest.raises(Race, match="on host reads what"):
                 here.numpy()
-        assert begin.query(), "it was before"
+        assert begin.query(), "it came first"
         assert begin.elapsed_time(end) > 0
         assert here.numpy().tolist() == [1.0] * 8
         asked.append(answers)
@@ -268,7 +268,7 @@ def test_the_device_comes_to_an_event_by_chance_and_what_is_behind_it_is_read_th
     assert end.query()
 
 
-def test_a_step_whose_events_are_not_through_is_not_timed(monkeypatch):
+def test_steps_with_unfinished_events_are_not_timed(monkeypatch):
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, "speculative"))
     prefilled(one, token_ids(150))
@@ -279,7 +279,7 @@ def test_a_step_whose_events_are_not_through_is_not_timed(monkeypatch):
     assert not one.graphs.refusal
 
 
-def test_a_prompt_that_has_no_room_is_refused_and_the_conversation_goes_on(monkeypatch):
+def test_a_conversation_continues_after_a_prompt_that_does_not_fit(monkeypatch):
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, "streaming"))
     prefilled(one, token_ids(100))
@@ -295,7 +295,7 @@ def test_a_prompt_that_has_no_room_is_refused_and_the_conversation_goes_on(monke
 
 
 @pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])
-def test_recall_is_timed_by_events_in_graphs_too(row, monkeypatch):
+def test_recall_in_graphs_is_timed_by_events(row, monkeypatch):
     monkeypatch.setattr(gpu, "go_on", lambda stream: gpu.through.update({stream: gpu.recorded}))
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, row))
@@ -309,8 +309,8 @@ def test_recall_is_timed_by_events_in_graphs_too(row, monkeypatch):
 
 
 @pytest.mark.parametrize("row", ["speculative", "full-resident"])
-def test_memory_that_the_device_sees_elsewhere_keeps_kernels_and_graphs(row, monkeypatch):
-    """As in WSL2; each time the pool grows its address is another one, and a graph of before is not replayed."""
+def test_kernels_and_graphs_work_with_other_device_addresses(row, monkeypatch):
+    """As in WSL2. The address changes whenever the pool grows, and older graphs are not replayed."""
     monkeypatch.setattr(gpu, "elsewhere", True)
     monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 32)  # it grows soon
     model = llama(torch.bfloat16)
@@ -331,7 +331,7 @@ def test_memory_that_the_device_sees_elsewhere_keeps_kernels_and_graphs(row, mon
     check_integrity(one.kv.state)
 
 
-def test_where_no_more_can_be_pinned_an_answer_goes_on_and_graphs_come_back(monkeypatch):
+def test_an_answer_continues_when_pinning_fails_and_graphs_return(monkeypatch):
     monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 32)  # it grows soon
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "speculative"))
@@ -343,14 +343,14 @@ def test_where_no_more_can_be_pinned_an_answer_goes_on_and_graphs_come_back(monk
     while host.pinned:
         one.step(next(tokens))
     assert "out of memory" in host.badges[0]
-    assert held.items() <= gpu.pinned.items(), "what is pinned stays so"
+    assert held.items() <= gpu.pinned.items(), "pinned memory stays pinned"
     full, stored = host.capacity, one.kv.total
     monkeypatch.setattr(gpu, "pinnable", 2**40)
-    prefilled(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as steps would, which take long
+    prefilled(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as slow steps would
     assert host.capacity == full
     while host.capacity == full:
         one.step(next(tokens))
-    assert host.pinned, "tried again as it grew"
+    assert host.pinned, "pinning was tried again when it grew"
     assert not host.badges
     for _ in range(3):
         one.step(next(tokens))
@@ -360,7 +360,7 @@ def test_where_no_more_can_be_pinned_an_answer_goes_on_and_graphs_come_back(monk
     check_integrity(one.kv.state)
 
 
-def test_a_kernel_reaches_no_further_than_what_is_pinned():
+def test_a_kernel_cannot_access_unpinned_memory():
     region, registrar = pinned.PinnedRegion(4 * mmap.PAGESIZE), pinned.CudaRegistrar(torch.device("cuda", 0))
     region.commit(mmap.PAGESIZE)
     region.pin(registrar)
@@ -371,7 +371,7 @@ def test_a_kernel_reaches_no_further_than_what_is_pinned():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_packed_weights_are_fused_as_those_of_16_bits_are(tmp_path, monkeypatch, kind):
+def test_quantized_weights_are_fused_like_16_bit_ones(tmp_path, monkeypatch, kind):
     pytest.importorskip("torchao")
     sizes = {"vocab_size": byte_tokenizer.SIZE, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
     tiny_models.fresh("llama", torch.bfloat16, **sizes).save_pretrained(tmp_path)
@@ -389,7 +389,7 @@ def test_packed_weights_are_fused_as_those_of_16_bits_are(tmp_path, monkeypatch,
         assert int4_rows.unpacked_elements(model.model) == tiny_models.fresh("llama", **sizes).num_parameters()
         one = ModelRunner(model, mode_of(model, "streaming"))
         one.graphs = GraphRunner(one.kv, None)
-        one.chunk = 64  # else what a long prompt takes is measured, which takes the interpreter long
+        one.chunk = 64  # otherwise a long prompt is timed, which is slow in the interpreter
         read = prefilled(one, token_ids(40))
         before = gpu.order.number
         logits[way] = torch.stack([read, one.step(1)])

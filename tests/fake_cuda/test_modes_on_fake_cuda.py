@@ -1,4 +1,4 @@
-"""Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), in a process of its own."""
+"""Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), in a separate process."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ from support.grids import WHOLE
 from support.memory_faults import PLACES
 
 ROOT = Path(__file__).parents[2]
-# In the long form also freeze by the paper's rules, which differ in numbers, methods for comparison and more hybrid
-# models, whose graphs ``test_graphs`` compares on a CPU, and pinned messages in every mode.
+# The long form adds freeze by the paper's rules, which differ in numbers, methods for comparison, more hybrid models,
+# whose graphs ``test_graphs`` compares on a CPU, and pinned messages in every mode.
 SHORT = (
     "change_no_bit and dtype0 and not (paper or reuse or quest or raas or h2o or falcon or lfm2 or granite)"
     " or staged and not gemma or the_cpu and not (gemma or joined and 1.0)"
@@ -22,7 +22,7 @@ LONG = (
     "change_no_bit and dtype0 or 8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident"
     " or guess or staged or the_cpu or first_layer"
 )
-# One process: it loads torch and transformers, and holds the kernels to the reference.
+# In one process, which loads torch and transformers and compares the kernels with the reference.
 FILES = [
     *("bench/test_fixed_change_rate", "fake_cuda/test_fake_cuda", "kv/memory/test_host_pool", "kv/memory/test_pinned"),
     *("kv/test_prefill_staging", "engine/test_sampler", "engine/test_session_faults", "engine/test_auto"),
@@ -31,7 +31,7 @@ FILES = [
 SELECTED = f"not test_cuda and not (fixed_share_of_tokens and 0.0) or test_cuda and ({LONG if WHOLE else SHORT})"
 
 
-@pytest.mark.slow("all that is marked cuda runs on the fake device")
+@pytest.mark.slow("all tests marked cuda run on the fake device")
 def test_on_the_fake_cuda_device():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")

@@ -1,4 +1,4 @@
-"""A tape leaves no trace of a capture, replays on the same memory, and names steps that change unknown tensors."""
+"""Capturing on a tape has no effect; it replays on the same memory and reports steps that change unknown tensors."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from support.fake_cuda import races
 from support.fake_cuda.tape import TapeRecorder
 
 
-def test_a_capture_leaves_no_trace_and_a_replay_repeats_it():
+def test_a_capture_has_no_effect_and_a_replay_does():
     total, table = torch.zeros(2), torch.arange(4)
 
     def step():
@@ -24,7 +24,7 @@ def test_a_capture_leaves_no_trace_and_a_replay_repeats_it():
     assert (recorder.recorded, recorder.played) == (1, 2)
 
 
-def test_a_step_that_changes_another_tensor_fails_and_is_undone():
+def test_changing_an_unknown_tensor_fails_and_is_undone():
     known, unknown = torch.zeros(1), torch.zeros(1)
     recorder = TapeRecorder(lambda: [known])
     with pytest.raises(AssertionError, match="not among the store's buffers"):
@@ -32,12 +32,12 @@ def test_a_step_that_changes_another_tensor_fails_and_is_undone():
     assert (known.item(), unknown.item(), recorder.recorded) == (0, 0, 0)
 
 
-def test_an_answer_from_the_device_is_refused():
+def test_synchronizing_during_a_capture_is_refused():
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing: nonzero"):
         TapeRecorder(list)(lambda: torch.ones(2).nonzero())
 
 
-# ---- An access counts the bytes of its elements, each once, however the tensor lies in its storage
+# ---- An access counts the bytes of its elements, each once, whatever the layout of the tensor
 
 
 WHOLE = torch.arange(24, dtype=torch.int16).view(4, 6)
@@ -57,19 +57,19 @@ WHOLE = torch.arange(24, dtype=torch.int16).view(4, 6)
     ],
     ids=["rows", "columns", "transposed", "its rows", "expanded", "picked rows", "a picked column", "nothing picked"],
 )
-def test_the_bytes_of_a_tensor_are_those_of_its_elements(tensor, picked):
+def test_an_access_covers_the_bytes_of_its_elements(tensor, picked):
     access = races.of_tensor(tensor, True, picked)
     elements = tensor if picked is None else tensor.index_select(*picked)  # each holds its number
     expected = sorted({2 * number + byte for number in elements.flatten().tolist() for byte in (0, 1)})
     assert np.arange(access.size)[access.bytes].tolist() == expected
 
 
-def test_a_kernels_bytes_are_told_apart_by_operand_and_by_what_is_done():
+def test_kernel_accesses_are_grouped_by_operand_and_direction():
     operand, start = WHOLE.clone(), WHOLE.clone()
     at = operand.data_ptr() + 2 * np.array([5, 5, 1])
     other = start.data_ptr() + np.array([0])
     found = races.of_kernel([(at, 2, True), (other, 4, False)], [operand, start])
-    told = {(access.address, access.writes): access.bytes.tolist() for access in found}
-    assert told == {(operand.data_ptr(), True): [2, 3, 10, 11], (start.data_ptr(), False): [0, 1, 2, 3]}
+    grouped = {(access.address, access.writes): access.bytes.tolist() for access in found}
+    assert grouped == {(operand.data_ptr(), True): [2, 3, 10, 11], (start.data_ptr(), False): [0, 1, 2, 3]}
     with pytest.raises(races.Race, match="outside its operands"):
         races.of_kernel([(at + 48, 2, True)], [operand])
