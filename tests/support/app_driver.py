@@ -1,4 +1,4 @@
-"""Driving the application in tests: what is on its screen, and lines typed into its prompt."""
+"""Drives the application in tests: reads its screen and types into its prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def notes(app: KvchatApp) -> list[str]:
 
 
 def toasts(app: KvchatApp) -> str:
-    """All that is told in passing."""
+    """The texts of all toasts, one a line."""
     return "\n".join(notice.message for notice in app._notifications)
 
 
@@ -56,30 +56,30 @@ def receipts(app: KvchatApp) -> list[str]:
 
 
 def finished(app: KvchatApp, count: int = 1) -> bool:
-    """Whether so many answers are complete and the engine is ready."""
+    """Whether ``count`` answers have stats, the last one is finished and the engine is ready."""
     state = app.controller.state
     is_ready = len(state.conversation.stats) == count and state.phase is Phase.READY
     return is_ready and [answer.finished for answer in answers(app)][-1:] == [True]
 
 
 def opened(app: App[None], kind: type[Screen[Any]]) -> bool:
-    """Whether a screen of this kind is on top and has put its focus where keys go."""
+    """Whether a screen of this kind is on top and one of its widgets has the focus."""
     return isinstance(app.screen, kind) and app.screen.focused is not None
 
 
 def drawn(app: App[None]) -> str:
-    """What the terminal would show now, without colors."""
+    """The text on the screen, without colors."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
 def press(app: App[None], *keys: str) -> None:
-    """Press keys without waiting: the pilot's waiting ends too early or never where much is done at once."""
+    """Press keys without waiting: the pilot waits too briefly, or forever while much happens at once."""
     for key in keys:
         app.post_message(events.Key(key, key if len(key) == 1 else CHARACTERS.get(key)))
 
 
 def typed(app: KvchatApp, text: str) -> None:
-    """Put a line into the prompt, in place of a command that was refused, and press Enter."""
+    """Replace the text of the prompt, which may be a refused command, by a line and press Enter."""
     prompt(app).clear()
     prompt(app).insert(text)
     press(app, "enter")
@@ -104,6 +104,6 @@ async def wait_for(condition: Callable[[], object]) -> None:
 
 
 async def focus(widget: Widget) -> None:
-    """Give a widget the focus, and wait until it has it."""
+    """Focus a widget, and wait until it has the focus."""
     widget.focus()
     await wait_for(lambda: widget.has_focus)

@@ -1,4 +1,4 @@
-"""The logits of the last step once more, by dense attention over exactly the tokens that it is said to have read."""
+"""Recomputes the logits of the last step, by dense attention over exactly the tokens that it reports as read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DenseOverAttended:
         keys, values = state.host.dense(layer, state.total)
         seen = attended(state, layer)
         if self._kv.mode.name == "streaming":
-            keys = self._with_sinks_moved(layer, keys, seen)
+            keys = self._with_rotated_sinks(layer, keys, seen)
         return dense(query[:, 0], keys, values, seen, spec).to(query.dtype)[:, None]
 
-    def _with_sinks_moved(self, layer: int, keys: Tensor, seen: Tensor) -> Tensor:
-        """Streaming reads its sinks as if they stood directly before the first recent token that it keeps."""
+    def _with_rotated_sinks(self, layer: int, keys: Tensor, seen: Tensor) -> Tensor:
+        """The keys as streaming reads them: sinks rotated to directly before the first recent token that it keeps."""
         mode = self._kv.mode
         sinks = min(mode.sink, keys.shape[1])
         first = next((at for at in range(sinks, keys.shape[1]) if seen[:, at].any()), sinks)
@@ -39,7 +39,7 @@ class DenseOverAttended:
 
 
 def logits_over_attended(runner: ModelRunner, token: int) -> Tensor:
-    """What the step that stored ``token`` last should have returned, ``[vocab]``."""
+    """The logits ``[vocab]`` that the last step, which stored ``token``, should have returned."""
     device = runner.model.device
     ids, position = (torch.tensor([number], device=device) for number in (token, runner.kv.total - 1))
     with torch.inference_mode():

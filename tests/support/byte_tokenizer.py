@@ -1,4 +1,4 @@
-"""A tokenizer with one token a byte, and a chat template whose turns stand between two added tokens."""
+"""A tokenizer with one token per byte, and a chat template that puts each turn between two added tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def byte_level(normalizer=None, markers=MARKERS, **added: bool) -> PreTrainedTokenizerBase:
-    """One token a byte; the markers of a turn's begin and end are added tokens with the given properties."""
+    """One token per byte; the markers around a turn are added tokens with the given properties."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""The command line: what a person who types a command gets, in this process or in one that runs several in turn."""
+"""The command line in tests: a terminal as stdin, and a process that runs several commands in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Terminal(io.TextIOWrapper):
-    """Stdin of somebody at a keyboard who types nothing."""
+    """The stdin of a user at a terminal who types nothing."""
 
     def isatty(self) -> bool:
         return True
@@ -45,7 +45,7 @@ json.dump(done, sys.stdout)
 def run_in_turn(
     commands: Sequence[Sequence[str]], environment: dict[str, str], folder: Path | None = None, before: str = ""
 ) -> list[Outcome]:
-    """What each of the commands gives; Python code may run ``before`` them."""
+    """Run commands in turn in one process, after the Python code ``before``; return the outcome of each."""
     command = [sys.executable, "-c", before + CODE]
     ran = subprocess.run(
         command, input=json.dumps(commands), capture_output=True, text=True, timeout=600, env=environment, cwd=folder

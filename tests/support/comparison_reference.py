@@ -1,6 +1,6 @@
-"""References for the modes for comparison, written from the papers' rules in plain loops and float64.
+"""References for the comparison modes, written from the papers' rules in plain loops and float64.
 
-Nothing is taken from the modes or from ``kv.ops``; numbers that are kvchat's choice stand here once more.
+Nothing is taken from the modes or from ``kv.ops``; numbers chosen by kvchat are repeated here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from support.reference import Conversation, FullReference
 from support.toy_model import calibration
 from torch import Tensor
 
-ROWS = 32  # queries of a prompt that are known
+ROWS = 32  # known queries at a prompt's end
 
 
 class ComparisonReference(FullReference):
-    """Its budget is that of the parameters, whatever is pinned beyond it: ``pins``, and the system prompt."""
+    """Its budget is that of the parameters; what is pinned comes on top: ``pins`` and the system prompt."""
 
     def __init__(self, run: Conversation, p: dict[str, Any]) -> None:
         extra = run.kv.mode.extra_sinks
@@ -31,17 +31,17 @@ class ComparisonReference(FullReference):
 
 
 class PageReference(ComparisonReference):
-    """Pages: sinks, the newest ones and k others; in a layer with a window those that it sees."""
+    """Pages: sinks, the newest ones and k others, in a layer with a window among those that it sees."""
 
     sinks, newest = 0, 1
 
     def enter(self, num_reachable: int) -> None:
         self.page = self.run.toy.geometry.page
         self.k = self.p["budget"] // self.page - self.sinks - self.newest
-        self.whole = min(self.p.get("whole_layers", 0), self.run.toy.geometry.layers - 1)
+        self.full_layers = min(self.p.get("whole_layers", 0), self.run.toy.geometry.layers - 1)
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
-        if layer < self.whole:
+        if layer < self.full_layers:
             return super().reads(layer, query)
         now = len(self.run.ids) - 1
         mask = torch.zeros(self.run.toy.geometry.kv_heads, now + 1, dtype=torch.bool)
@@ -53,7 +53,7 @@ class PageReference(ComparisonReference):
         return mask
 
     def pages(self, layer: int, query: Tensor, now: int) -> list[list[int]]:
-        """What each head reads beside, for the token at position ``now``."""
+        """The other pages that each head reads for the token at position ``now``."""
         raise NotImplementedError
 
     def candidates(self, layer: int, now: int) -> list[int]:
@@ -63,7 +63,7 @@ class PageReference(ComparisonReference):
         return [page for page in range(first, now // self.page - self.newest + 1) if (page + 1) * self.page > seen]
 
     def tile(self, layer: int, head: int, page: int) -> Tensor:
-        """Its keys ``[page, d_k]``."""
+        """The keys of a page, ``[page, d_k]``."""
         return self.run.keys[layer][head, page * self.page : (page + 1) * self.page].double()
 
     def group(self, query: Tensor, head: int) -> Tensor:
@@ -73,29 +73,29 @@ class PageReference(ComparisonReference):
 
 
 def bound(query: Tensor, low: Tensor, high: Tensor) -> float:
-    """The highest product that a key between ``low`` and ``high`` may have with the query."""
+    """The highest product that a key between ``low`` and ``high`` can have with the query."""
     return float(sum(max(q * a, q * b) for q, a, b in zip(query.tolist(), low.tolist(), high.tolist(), strict=True)))
 
 
 def quest_score(reference: PageReference, layer: int, head: int, page: int, query: Tensor) -> float:
-    """The highest bound of the group."""
+    """A page's highest bound among the query heads of a KV head."""
     tile = reference.tile(layer, head, page)
     return max(bound(q, tile.amin(0), tile.amax(0)) for q in reference.group(query, head))
 
 
 class QuestReference(PageReference):
-    """The k pages of highest bound."""
+    """The k pages with the highest bounds."""
 
     def pages(self, layer: int, query: Tensor, now: int) -> list[list[int]]:
-        may = self.candidates(layer, now)
+        candidates = self.candidates(layer, now)
         return [
-            sorted(may, key=lambda page, head=head: -quest_score(self, layer, head, page, query))[: self.k]
+            sorted(candidates, key=lambda page, head=head: -quest_score(self, layer, head, page, query))[: self.k]
             for head in range(self.run.toy.geometry.kv_heads)
         ]
 
 
 class ArkValeReference(PageReference):
-    """Boxes; the best half of the pages becomes resident, and what was resident is read until it is the worst."""
+    """Pages as boxes; the best k / 2 become held and replace the worst resident ones."""
 
     sinks, newest = 2, 2
 
@@ -108,17 +108,17 @@ class ArkValeReference(PageReference):
         }
 
     def pages(self, layer: int, query: Tensor, now: int) -> list[list[int]]:
-        may = self.candidates(layer, now)
-        there = [page for page in self.resident[layer] if page in may]
+        candidates = self.candidates(layer, now)
+        held = [page for page in self.resident[layer] if page in candidates]
         if now % self.page == 0:
-            there += [page for page in may[-1:] if page == now // self.page - self.newest and page not in there]
-        ranked = self._best(layer, query, may)
+            held += [page for page in candidates[-1:] if page == now // self.page - self.newest and page not in held]
+        ranked = self._best(layer, query, candidates)
         top = ranked[: max(1, self.k // 2)]
-        others = [page for page in ranked if page in there and page not in top] if there else ranked[len(top) :]
+        others = [page for page in ranked if page in held and page not in top] if held else ranked[len(top) :]
         self.resident[layer] = (top + others)[: self.k]
         return [self.resident[layer]] * self.run.toy.geometry.kv_heads
 
-    def _best(self, layer: int, query: Tensor, may: list[int]) -> list[int]:
+    def _best(self, layer: int, query: Tensor, candidates: list[int]) -> list[int]:
         def score(page: int) -> float:
             total = 0.0
             for head in range(self.run.toy.geometry.kv_heads):
@@ -128,11 +128,11 @@ class ArkValeReference(PageReference):
                 total += sum(bound(q, center - radius, center + radius) for q in self.group(query, head))
             return total
 
-        return sorted(may, key=lambda page: -score(page))
+        return sorted(candidates, key=lambda page: -score(page))
 
 
 class ShadowKVReference(PageReference):
-    """Outliers by the lowest cosine to the mean key, others by the softmax over mean keys."""
+    """Outliers with the lowest cosine to the mean key, and others by the softmax over mean keys."""
 
     newest = 2
 
@@ -141,15 +141,15 @@ class ShadowKVReference(PageReference):
         geometry, full = self.run.toy.geometry, len(self.run.ids) // self.page - 1
         self.outliers = {}
         for layer, head in product(range(geometry.layers), range(geometry.kv_heads)):
-            ranked = sorted(range(full), key=lambda page, at=(layer, head): self._likeness(*at, page))
+            ranked = sorted(range(full), key=lambda page, at=(layer, head): self._lowest_cosine(*at, page))
             self.outliers[layer, head] = ranked[: self.k // 6]
 
     def pages(self, layer: int, query: Tensor, now: int) -> list[list[int]]:
         chosen = []
         for head in range(self.run.toy.geometry.kv_heads):
-            may = self.candidates(layer, now)
-            always = [page for page in may if page in self.outliers[layer, head]]
-            others = [page for page in may if page not in always]
+            candidates = self.candidates(layer, now)
+            always = [page for page in candidates if page in self.outliers[layer, head]]
+            others = [page for page in candidates if page not in always]
             if others:
                 means = torch.stack([self.tile(layer, head, page).mean(0) for page in others])
                 logits = self.group(query, head) @ means.T * self.run.toy.specs[layer].scaling
@@ -158,14 +158,14 @@ class ShadowKVReference(PageReference):
             chosen.append((always + others)[: self.k])
         return chosen
 
-    def _likeness(self, layer: int, head: int, page: int) -> float:
+    def _lowest_cosine(self, layer: int, head: int, page: int) -> float:
         tile = self.tile(layer, head, page)
         mean = tile.mean(0)
         return min(float(key @ mean / (key.norm() * mean.norm())) for key in tile)
 
 
 class RaaSReference(PageReference):
-    """The prompt, and the pages of the answer whose time is not the oldest."""
+    """The prompt, and the pages of the answer with the newest times."""
 
     def enter(self, num_reachable: int) -> None:
         geometry = self.run.toy.geometry
@@ -195,7 +195,7 @@ class RaaSReference(PageReference):
 
 
 class RazorReference(ComparisonReference):
-    """Retrieval heads, by the toy's calibration; the others read 4 sinks and a window."""
+    """Retrieval heads, by the toy's calibration, read everything; the others 4 sinks and a window."""
 
     def enter(self, num_reachable: int) -> None:
         self.recent = max(self.p["budget"] - 4, len(self.run.ids) // 5)
@@ -214,7 +214,7 @@ class RazorReference(ComparisonReference):
 
 
 class Observed:
-    """The queries of a prompt's last tokens, as a run noted them, and what they give every token."""
+    """The weights that the recorded queries of a prompt's last tokens give every token."""
 
     def __init__(self, run: Conversation, layer: int, most: int, noted: dict[int, Tensor] | None = None) -> None:
         noted = noted or run.asked[layer] or {len(run.ids) - 1: run.query[layer]}
@@ -232,14 +232,14 @@ class Observed:
         self.weights = torch.stack(rows, 1).unflatten(0, (len(keys), -1)) if rows else torch.zeros(0)
 
 
-def neighborly(scores: Tensor) -> Tensor:
+def smoothed(scores: Tensor) -> Tensor:
     """``scores [..., n]`` averaged over five neighbors, of which those beyond the ends count as 0."""
     n = scores.shape[-1]
     return torch.stack([scores[..., max(0, t - 2) : t + 3].sum(-1) / 5 for t in range(n)], -1)
 
 
 class SnapKVReference(ComparisonReference):
-    """What is kept of a prompt, by the queries of its window."""
+    """Keeps the tokens of a prompt that the queries of its window choose."""
 
     def enter(self, num_reachable: int) -> None:
         geometry = self.run.toy.geometry
@@ -250,14 +250,14 @@ class SnapKVReference(ComparisonReference):
         if self.before <= self.p["budget"] - self.window:
             return
         found = [one.weights[..., : self.before] for one in seen]
-        for layer, room in enumerate(self.rooms(found)):
+        for layer, budget in enumerate(self.budgets(found)):
             scores = self.scores(found[layer])
-            self.kept[layer] = [row.argsort(descending=True)[:room].tolist() for row in scores]
+            self.kept[layer] = [row.argsort(descending=True)[:budget].tolist() for row in scores]
 
     def scores(self, weights: Tensor) -> Tensor:
-        return neighborly(weights.sum(2)).mean(1)
+        return smoothed(weights.sum(2)).mean(1)
 
-    def rooms(self, weights: list[Tensor]) -> list[int]:
+    def budgets(self, weights: list[Tensor]) -> list[int]:
         return [self.p["budget"] - self.window] * len(weights)
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ class SnapKVReference(ComparisonReference):
 class PyramidKVReference(SnapKVReference):
     """Budgets that fall from layer to layer."""
 
-    def rooms(self, weights: list[Tensor]) -> list[int]:
+    def budgets(self, weights: list[Tensor]) -> list[int]:
         layers, b = len(weights), self.p["budget"] - self.window
         if self.before + self.window < 2 * b or layers == 1:
-            return super().rooms(weights)
+            return super().budgets(weights)
         low = b // self.p["beta"]
         high = 2 * b - low
         if high >= self.before:
@@ -286,9 +286,9 @@ class CakeReference(SnapKVReference):
     """Preferences by entropy and variance, and scores by mean and variance."""
 
     def scores(self, weights: Tensor) -> Tensor:
-        return neighborly(weights.mean(2) + self.p["gamma"] * self._variance(weights)).mean(1)
+        return smoothed(weights.mean(2) + self.p["gamma"] * self._variance(weights)).mean(1)
 
-    def rooms(self, weights: list[Tensor]) -> list[int]:
+    def budgets(self, weights: list[Tensor]) -> list[int]:
         total = (self.p["budget"] - self.window) * len(weights)
         preferences = []
         for one in weights:
@@ -297,12 +297,12 @@ class CakeReference(SnapKVReference):
             preferences.append(entropy ** (1 / self.p["tau1"]) * shift ** (1 / self.p["tau2"]))
         whole = sum(preferences)
         equal = total / len(weights)
-        rooms = [min(self.before, int(each * total / whole if whole else equal)) for each in preferences]
+        budgets = [min(self.before, int(each * total / whole if whole else equal)) for each in preferences]
         layer = 0
-        while sum(rooms) < total and min(rooms) < self.before:  # one after the other
-            rooms[layer] += rooms[layer] < self.before
-            layer = (layer + 1) % len(rooms)
-        return rooms
+        while sum(budgets) < total and min(budgets) < self.before:  # one token a layer, in turn
+            budgets[layer] += budgets[layer] < self.before
+            layer = (layer + 1) % len(budgets)
+        return budgets
 
     def _variance(self, weights: Tensor) -> Tensor:
         rows = weights.shape[2]
@@ -313,7 +313,7 @@ class CakeReference(SnapKVReference):
 
 
 class H2OReference(ComparisonReference):
-    """A sum for every token; half of the budget for the highest, half for the most recent."""
+    """A sum of weights per token; half of the budget for the highest, half for the most recent."""
 
     def enter(self, num_reachable: int) -> None:
         self.recent = self.p["budget"] // 2

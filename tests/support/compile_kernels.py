@@ -1,9 +1,9 @@
-"""A program that compiles every kernel for a GPU that this machine need not have, as ``TritonOps`` launches them.
+"""Compiles every kernel as ``TritonOps`` launches it, for a GPU that this machine need not have.
 
 Arguments: compute capability (80), dtype (bfloat16) and head size. Prints a JSON object with a list for each kernel:
-shared memory in bytes, number of 16-byte loads and bytes of registers spilled of each compiled variant, of tiles as
-large as that GPU is given.
-Fails if a conversation that grows a little compiles a kernel again.
+shared memory in bytes, number of 16-byte loads and bytes of spilled registers of each compiled variant, with the tiles
+used on that GPU.
+Fails if a slightly longer conversation compiles a kernel again.
 """
 
 import json
@@ -52,7 +52,7 @@ def compile_instead_of_launching(capability):
     JITFunction.run = compile_only
     torch.cuda.get_device_capability = lambda _device: divmod(capability, 10)
     tile = attend.tile_of(torch.device("cuda"))
-    attend.tile_of = lambda _device: tile  # the tensors are a CPU's
+    attend.tile_of = lambda _device: tile  # the tensors are on a CPU
     return compiled
 
 
@@ -72,7 +72,7 @@ def launch_everything(dtype, d, tokens):
     followers = Layout(0, LAYERS, 4, 512, 32, shared=False, heads=((0, 2, 3, 5, 6),) * LAYERS)
     pages = Layout(0, LAYERS, 512, 512, 32, shared=False)
     plain, odd = AttentionSpec(0.1), AttentionSpec(0.1, 4096, 30.0, torch.zeros(HEADS * GROUP, dtype=dtype))
-    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :3]  # of the second row: not aligned
+    counters = torch.zeros((2, 3), dtype=torch.int64)[int(tokens == LATER), :3]  # later, the second row: not aligned
     for layout, spec in ((everything, odd), (followers, odd), (pages, plain)):
         slots, layer = DeviceSlots(layout, g, CPU), int(tokens == LATER)
         ops.append([slots], layer, key, key)
@@ -103,14 +103,14 @@ def launch_everything(dtype, d, tokens):
         codes.reserve(tokens)
         ops.encode_keys(torch.zeros((HEADS, tokens - tokens % 5, d), dtype=dtype), bits)
         ops.token_scores(query, codes.of(0), bits, 0.1)
-        nothing = torch.zeros(codes.pages * g.page, dtype=torch.bool)
+        neither = torch.zeros(codes.pages * g.page, dtype=torch.bool)
         for k in (476, 4096):
             held = torch.zeros((HEADS, 4200), dtype=torch.int32)[:, :k]
-            ops.choose_tokens(TokenQuery(query, codes.of(0), bits, 0.1, means.of(0)), nothing, nothing, held)
+            ops.choose_tokens(TokenQuery(query, codes.of(0), bits, 0.1, means.of(0)), neither, neither, held)
 
 
 def launch_over_8_bit_pages(dtype, d, tokens):
-    """What reads or writes the host pool."""
+    """Launch the kernels that read or write the host pool."""
     g = Geometry(LAYERS, HEADS * GROUP, HEADS, d, d, dtype)
     host = EightBitPool(HostPool(g, CPU))
     ops, layer = EightBitTritonOps(g, host, CPU), int(tokens == LATER)
@@ -129,7 +129,7 @@ def launch_over_8_bit_pages(dtype, d, tokens):
 
 
 def launch_fused_layers(dtype, d):
-    """A decoded token's norms, projections and MLP, of an 8B's width."""
+    """Launch a decoded token's norms, projections and MLP, with the width of an 8B model."""
     hidden, inner = 4096, 14_336
     x, norm = torch.zeros((1, 1, hidden), dtype=dtype), torch.zeros(hidden, dtype=dtype)
     rows = (HEADS * GROUP + 2 * HEADS) * d, 2 * inner
@@ -175,17 +175,17 @@ def wide_loads(ptx):
 
 
 def spilled(cubin):
-    """Bytes of a thread's stack, if any instruction loads from it or stores to it; a call may reserve some unused."""
+    """Bytes of a thread's stack, 0 if no instruction loads from it or stores to it: a call may reserve it unused."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = printed(tools / "cuobjdump", "-res-usage", file.name)
+        usage = output_of(tools / "cuobjdump", "-res-usage", file.name)
         stack = sum(map(int, re.findall(r"STACK:(\d+)", usage)))
-        return stack if stack and re.search(r"\b(STL|LDL)\b", printed(tools / "nvdisasm", "-c", file.name)) else 0
+        return stack if stack and re.search(r"\b(STL|LDL)\b", output_of(tools / "nvdisasm", "-c", file.name)) else 0
 
 
-def printed(*command):
+def output_of(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

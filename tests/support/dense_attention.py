@@ -1,4 +1,4 @@
-"""Attention and rotary embedding from the textbook, in float64: what every output is compared with."""
+"""Textbook attention and rotary embedding in float64: the reference for every output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
         return x.double()
     half, low = len(rotation.inv_freq), rotation.offset
     out = x.double().clone()
-    turning = out[..., low : low + 2 * half]
+    rotary = out[..., low : low + 2 * half]
     if rotation.interleaved:
-        pairs = torch.complex(turning[..., 0::2], turning[..., 1::2])
+        pairs = torch.complex(rotary[..., 0::2], rotary[..., 1::2])
     else:
-        pairs = torch.complex(turning[..., :half], turning[..., half:])
+        pairs = torch.complex(rotary[..., :half], rotary[..., half:])
     angle = positions.double()[:, None] * rotation.inv_freq
     pairs = pairs * torch.polar(torch.ones_like(angle), angle)
     if rotation.interleaved:
@@ -41,7 +41,7 @@ def dense(
 ) -> Tensor:
     """Compute one token's attention in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``.
 
-    ``others`` are logits ``[H_q, n]`` of tokens beside and their values ``[H, n, d_v]``.
+    ``others`` are logits ``[H_q, n]`` of further tokens and their values ``[H, n, d_v]``.
     """
     weights = softmax(query, keys, mask, spec, others[0] if others else None)
     values = torch.cat((values.double(), others[1]), 1) if others else values.double()
@@ -65,17 +65,17 @@ def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec, othe
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
-    """Compute the attention of tokens from ``start`` on in float64: ``query [H_q, n, d_k]`` -> ``[H_q, n, d_v]``."""
+    """Compute causal attention of tokens from ``start`` on in float64: ``query [H_q, n, d_k]`` -> ``[H_q, n, d_v]``."""
     group, n = len(query) // len(keys), query.shape[1]
     keys, values = (stored.double().repeat_interleave(group, 0) for stored in (keys, values))
     scores = query.double() @ keys.transpose(1, 2) * spec.scaling
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     position, token = torch.arange(start, start + n)[:, None], torch.arange(start + n)
-    closed = token > position
+    hidden = token > position
     if spec.window is not None:
-        closed |= token <= position - spec.window
-    scores = scores.masked_fill(closed, float("-inf"))
+        hidden |= token <= position - spec.window
+    scores = scores.masked_fill(hidden, float("-inf"))
     if spec.sinks is not None:
         scores = torch.cat((scores, spec.sinks.double()[:, None, None].expand(-1, n, 1)), -1)
     return scores.softmax(-1)[..., : start + n] @ values

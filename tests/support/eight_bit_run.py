@@ -1,4 +1,4 @@
-"""A conversation whose full pages are kept in 8 bits, held against dense attention over what numpy makes of its K/V."""
+"""A conversation whose full pages are stored in 8 bits, compared with dense attention over K/V quantized by numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvchat.kv.ops import key_codes
 
 
 def in_8_bits(x: Tensor, tokens_share: bool) -> Tensor:
-    """One page ``[H, p, d]``: keys share a scale among its tokens, a channel each; values a token each."""
+    """A page ``[H, p, d]``, quantized and restored: a scale per channel for keys (``tokens_share``), else per token."""
     values = x.float().numpy()
     scale = torch.from_numpy(np.abs(values).max(1 if tokens_share else 2, keepdims=True) / 127).to(x.dtype)
     scale = scale.float().numpy()
@@ -31,12 +31,13 @@ def in_8_bits(x: Tensor, tokens_share: bool) -> Tensor:
 class EightBitRun(Run):
     """``Run`` with ``quantizes``: pages that get full while it is set are stored in 8 bits.
 
-    ``stored_keys`` and ``stored_values`` are what the host pool holds; ``keys`` and ``values`` stay exact.
+    ``stored`` are the keys and values of each layer that the host pool holds; ``keys`` and ``values`` are exact, except
+    in a page that a truncation cut.
     """
 
     def __init__(self, made: Toy, mode: str, quantizes: bool = True, **params: Any) -> None:
         super().__init__(made, mode, **params)
-        self.exact = False  # bounds may be of exact keys or of stored ones: the sets are the manager's own
+        self.exact = False  # bounds may come from exact keys or from stored ones: the manager's own sets are used
         self.stored = [(keys.clone(), values.clone()) for keys, values in zip(self.keys, self.values, strict=True)]
         self.full = 0
         self.set(quantizes)
@@ -59,7 +60,7 @@ class EightBitRun(Run):
     def truncate(self, n: int) -> None:
         self.stored = [(keys[:, :n], values[:, :n]) for keys, values in self.stored]
         super().truncate(n)
-        # What is cut off inside an 8-bit page goes on from its codes.
+        # An 8-bit page that is cut continues from its quantized tokens.
         self.full = n // self.toy.geometry.page
         tail = slice(self.full * self.toy.geometry.page, n)
         for layer, (keys, values) in enumerate(self.stored):
@@ -81,7 +82,7 @@ class EightBitRun(Run):
         return outputs
 
     def _check_prefill(self, layer: int, ids: list[int], start: int) -> None:
-        """Attention reads what is stored, and the new tokens exactly."""
+        """Check that attention reads old tokens as stored and new ones exactly."""
         spec = self.toy.specs[layer]
         q, k, v = self.toy.qkv(layer, ids, start)
         output = self.kv.attention(layer, q, k, v, spec)
@@ -99,8 +100,8 @@ class EightBitRun(Run):
         for slots in self.kv.state.slots_of[layer]:
             if slots.layout.in_place:
                 continue
-            self._note_slots(slots, layer, keys, values)
-        self.keys[layer] = keys  # the reference turns a mode's sinks
+            self._mark_exact(slots, layer, keys, values)
+        self.keys[layer] = keys  # the reference rotates a mode's sinks
         seen = attended(self.kv.state, layer)
         others = self._others(layer, query, seen) if isinstance(self.kv.mode, Speculative) else None
         expected = dense(query, self.reference.keys(layer), values, seen, spec, others)
@@ -108,7 +109,7 @@ class EightBitRun(Run):
         assert_near(output, expected, self.toy.geometry.dtype, f"{self.kv.mode.name}, layer {layer}, token {total - 1}")
 
     def _others(self, layer: int, query: Tensor, seen: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What counts for tokens not ``seen``, by the mode's own index: of exact keys and values, or of stored ones."""
+        """``others`` of ``dense`` for tokens not ``seen``, by the mode's own index of exact or stored K/V, or None."""
         mode, g, spec = self.kv.mode, self.toy.geometry, self.toy.specs[layer]
         known, last = (len(self.ids) - 1) // g.page, len(self.ids) - 1 - (spec.window or len(self.ids))
         if layer < mode.first or not known or spec.softcap is not None:
@@ -120,8 +121,8 @@ class EightBitRun(Run):
         logits = (key_codes.token_scores(*by) - too_high).masked_fill(hidden, -torch.inf)
         return logits.flatten(0, 1).double(), means.double().repeat_interleave(g.page, 1)
 
-    def _note_slots(self, slots: DeviceSlots, layer: int, keys: Tensor, values: Tensor) -> None:
-        """A readable slot holds K/V as stored, or exactly: then attention reads them so.
+    def _mark_exact(self, slots: DeviceSlots, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put exact K/V into ``keys`` and ``values`` where a slot holds them; check that others hold stored ones.
 
         Pages may have left their slots since.
         """
@@ -139,7 +140,7 @@ class EightBitRun(Run):
                         assert torch.equal(found[row, slot], stored[head, token])
 
     def _store(self) -> None:
-        """Note what was stored of the newest tokens, and round the pages that they filled."""
+        """Record the newest tokens as stored, and quantize the pages that they filled."""
         p = self.toy.geometry.page
         for layer, (keys, values) in enumerate(self.stored):
             new = slice(keys.shape[1], len(self.ids))

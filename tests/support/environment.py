@@ -10,5 +10,5 @@ PYTHONPATH = os.pathsep.join((str(TESTS.parent), str(TESTS)))
 
 
 def environ(**changes: str) -> dict[str, str]:
-    """This process's environment, in which this tree's ``kvchat`` and ``support`` are imported."""
+    """This process's environment with ``changes``; imports ``kvchat`` and ``support`` from this tree."""
     return {**os.environ, "PYTHONPATH": PYTHONPATH, **changes}

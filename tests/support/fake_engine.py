@@ -1,11 +1,11 @@
 """An engine without a model: speaks the protocol on stdin and stdout, scripted by the prompt.
 
-``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
-stopped, ``prose`` the same in paragraphs, ``hold`` answers one word and waits for a command, ``waver`` takes some
-words back; ``call`` calls a tool, any other prompt gets ``ANSWER``. Budget 64 is refused.
-``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
-a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_WORDS`` ends ``slow`` after so many words;
-``FAKE_BADGES`` are its badges, with ``|`` between them; into the file ``FAKE_LEDGER`` it writes when it said each word.
+``crash`` exits with code 3, ``fail`` and ``oom`` fail, ``slow`` answers with 100 words a second until it is stopped,
+``prose`` the same in paragraphs, ``hold`` answers one word and waits for a command, ``waver`` retracts some words,
+``call`` calls a tool; any other prompt gets ``ANSWER``. A switch to budget 64 is refused.
+``FAKE_LOAD=crash`` crashes while loading, ``refuse`` finds no model, ``wait`` loads until stdin closes; ``FAKE_GPU``
+adds a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_WORDS`` ends ``slow`` after that many
+words; ``FAKE_BADGES`` are its badges, separated by ``|``; the time of each word is written to the file ``FAKE_LEDGER``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ BUDGETED = {"budget": 512, "sink": 16, "window": 64}
 
 
 class FakeEngine:
-    """Tokens are words; ``total`` grows by the words stored."""
+    """Tokens are words; ``total`` is the number of stored words."""
 
     def __init__(self) -> None:
         self.commands: queue.Queue[Command | None] = queue.Queue()
@@ -116,7 +116,7 @@ class FakeEngine:
             elif isinstance(command, HideNeedle):
                 send(NeedleHidden((Turn("user", "Who said all?"),), "BY F", 24))
             else:
-                self.between(command)
+                self.handle(command)
 
     def _listen(self) -> None:
         while (body := wire.read(sys.stdin.buffer)) is not None:
@@ -168,7 +168,7 @@ class FakeEngine:
         self.answer(prompt, len(words))
 
     def compare(self, command: Compare) -> None:
-        """Variants have the question's first words in common; ``hold`` waits for a stop."""
+        """All answers begin with the same two words; ``hold`` waits for a stop in the second variant."""
         send(Started(12, 11))
         runs = []
         for index, variant in enumerate(command.variants):
@@ -197,7 +197,7 @@ class FakeEngine:
             self.stored.append(piece.strip())
             self.total += 1
             send(Text(piece, 1))
-            note_said(piece)
+            log_word(piece)
             if len(said) % 8 == 0:
                 self.recalled += 4096 * (self.mode == "speculative")
                 send(self.snapshot())
@@ -211,11 +211,11 @@ class FakeEngine:
             switches=({"from": before},) if before != self.mode else (),
         )  # fmt: skip
         send(self.snapshot())
-        self.tell_details()
+        self.send_details()
         send(Finished(reason, "".join(said), stats))
 
     def between_tokens(self, prompt: str) -> bool:
-        """Handle what was sent meanwhile; False after ``Stop``."""
+        """Handle the commands that came meanwhile; False after ``Stop``."""
         wait = {"slow": 0.01, "prose": 0.01, "hold": 3600.0}.get(prompt, 0.0)
         try:
             command = self.commands.get(timeout=wait) if wait else self.commands.get_nowait()
@@ -223,9 +223,9 @@ class FakeEngine:
             return True
         if command is None:
             sys.exit(0)
-        return not isinstance(command, Stop) and (self.between(command) or self.between_tokens(prompt))
+        return not isinstance(command, Stop) and (self.handle(command) or self.between_tokens(prompt))
 
-    def between(self, command: Command) -> None:
+    def handle(self, command: Command) -> None:
         if isinstance(command, Switch):
             self.switch(command)
         elif isinstance(command, KeepPages):
@@ -235,7 +235,7 @@ class FakeEngine:
             send(Rebuilt(12, 0.25))
         elif isinstance(command, Watch):
             self.is_watched = command.details
-            self.tell_details()
+            self.send_details()
         elif isinstance(command, Peek):
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
         elif isinstance(command, messages.Tokenize):
@@ -245,7 +245,7 @@ class FakeEngine:
             self.plan(command)
 
     def plan(self, command: Plan) -> None:
-        """It takes a while; what is closed meanwhile tells nothing."""
+        """Take a while; send nothing if stdin was closed meanwhile."""
         time.sleep(0.2)
         if None in self.commands.queue:
             sys.exit(0)
@@ -256,7 +256,7 @@ class FakeEngine:
         if command.params.get("budget") == 64:
             send(SwitchRefused(self.mode, "Budget 64 is smaller than sink 16 plus window 64 plus one page of 32."))
             return
-        from kvchat.config import modes  # half of the time that an engine starts in, which most never need
+        from kvchat.config import modes  # half of an engine's startup time, and most never need it
 
         before, self.mode = self.mode, mode
         kept = {} if mode == "full" else {**BUDGETED, **self.params}
@@ -265,10 +265,10 @@ class FakeEngine:
         moved, reduced = 3 * 2**20 if mode == "full" else 0, 120 if before == "streaming" else 0
         send(Switched(before, mode, self.params, self.total, moved, 0.01, reduced, self.given))
         send(self.snapshot())
-        self.tell_details()
+        self.send_details()
 
-    def tell_details(self) -> None:
-        """Eight layers of four heads: the first layer reads everything, the heads of the others more and more."""
+    def send_details(self) -> None:
+        """Eight layers of four heads: the first layer reads everything, in the others later heads read more."""
         if not self.is_watched:
             return
         active, layers = round(self.active()), range(8)
@@ -298,7 +298,7 @@ class FakeEngine:
 
 
 def ribbon(total: int, mode: str) -> str:
-    """A plausible picture: sinks, a window, and between them what the mode does with the rest."""
+    """A plausible ribbon: sinks, a window, and between them states that fit the mode."""
     cells = min(-(-total // 32), figures.MAX_RIBBON_CELLS)
     if mode == "full":
         return "D" * cells
@@ -325,8 +325,8 @@ def send(event: messages.Event) -> None:
     sys.stdout.buffer.flush()
 
 
-def note_said(piece: str) -> None:
-    """Write when it was said and how many characters it has."""
+def log_word(piece: str) -> None:
+    """Append the time and the number of characters to the ledger."""
     if ledger := os.environ.get("FAKE_LEDGER"):
         with open(ledger, "a") as file:
             file.write(f"{time.time()} {len(piece)}\n")

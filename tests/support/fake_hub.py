@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks as much of the Hugging Face hub's HTTP as its library asks for."""
+"""A local hub that implements as much of the Hugging Face hub's HTTP as its library needs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHUNK = 2**16
 
 
 class FakeHub:
-    """Serves ``folder`` as the repository ``name``; ``pause`` seconds lie between two chunks.
+    """Serves ``folder`` as the repository ``name``, with ``pause`` seconds between two chunks.
 
-    ``gated`` refuses it as the hub does a model whose owner asks for an agreement. ``ranges`` are the bytes at which
-    downloads of the weights began, ``weight_bytes`` what was asked for of them in all.
+    ``gated`` refuses its files, as the hub does for a model that requires an agreement. ``ranges`` are the bytes at
+    which downloads of the weights began, ``weight_bytes`` the bytes requested of them in total.
     """
 
     def __init__(self, name: str, folder: Path, pause: float = 0.0, gated: bool = False) -> None:
@@ -110,7 +110,7 @@ class FakeHub:
             request.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         request.send_header("Content-Length", str(end - start))
         request.end_headers()
-        with suppress(ConnectionError):  # the client was ended
+        with suppress(ConnectionError):  # the client is gone
             for at in range(start, end if body else start, CHUNK):
                 request.wfile.write(data[at : min(at + CHUNK, end)])
                 time.sleep(self.pause)

@@ -1,4 +1,4 @@
-"""Stand-ins for torch and for importing, for the checks of ``kvchat doctor``."""
+"""Stand-ins for torch and for imports, for the checks of ``kvchat doctor``."""
 
 from __future__ import annotations
 

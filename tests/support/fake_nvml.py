@@ -1,4 +1,4 @@
-"""A pynvml with GPUs of your choice: ``monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(...))``."""
+"""A pynvml with chosen GPUs: ``monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(...))``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GiB = 2**30
 
 
 class NvmlError(Exception):
-    """Raised by a reading that the driver does not give."""
+    """Raised by a reading that the driver does not support."""
 
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """One GPU or MIG instance as NVML describes it; ``processes`` maps process ids to bytes."""
+    """One GPU or MIG instance as NVML describes it; ``processes`` are pairs of process id and bytes or None."""
 
     name: str = "NVIDIA GeForce RTX 4090"
     memory: float = 24 * GiB
@@ -30,7 +30,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """Looks like the module pynvml. Functions in ``missing`` raise, and without a ``driver`` all of them do."""
+    """Imitates the module pynvml. Functions in ``missing`` raise, and without a ``driver`` all of them do."""
 
     NVML_TEMPERATURE_GPU = 0
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1

@@ -1,7 +1,7 @@
-"""A server of scripted frames, as programs document theirs: vLLM, SGLang, Ollama, LM Studio, transformers serve.
+"""A server of scripted frames, as documented for vLLM, SGLang, Ollama, LM Studio and transformers serve.
 
-``FakeServer`` listens on a port of 127.0.0.1 while it is entered; ``routes`` has what a GET answers, a body or a status
-and a body, ``frames`` what a chat streams. It notes what it was asked.
+``FakeServer`` listens on a port of 127.0.0.1 while it is entered; ``routes`` are the replies to GET, a body or a status
+and a body, ``frames`` what a chat streams. It records the requests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvchat.protocol.messages import Event, Sampling, Text, Turn
 from kvchat.remote.session import RemoteSession
 
 HI = (Turn("user", "Hi."),)
-BREAK = object()  # among the frames: the connection dies here
-WAIT = object()  # nothing more comes until the client is gone, or the server ends
+BREAK = object()  # among the frames: the connection breaks here
+WAIT = object()  # sends nothing more until the client disconnects or the server stops
 Body = Any
 
 
@@ -29,7 +29,7 @@ def delta(*, reason: str | None = None, **said: Any) -> dict[str, Any]:
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    """The last frame, with the counts."""
+    """The last frame, with the token counts."""
     counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
     counts["total_tokens"] = prompt + completion
     if cached is not None:
@@ -45,7 +45,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 def models(*entries: dict[str, Any]) -> dict[str, Any]:
-    """What /v1/models answers."""
+    """The reply of /v1/models."""
     return {"object": "list", "data": [{"object": "model", "created": 1, **entry} for entry in entries]}
 
 
@@ -80,11 +80,11 @@ KINDS: dict[str, dict[str, Body]] = {
     "transformers serve": {"/v1/models": models({"id": "org/m", "owned_by": "org"}), "/health": {"status": "ok"}},
     "an OpenAI-compatible server": {"/v1/models": models({"id": "m", "owned_by": "me"})},
 }  # fmt: skip
-"""The routes by which each program is known."""
+"""The routes by which each program is recognized."""
 
 
 class FakeServer(ThreadingHTTPServer):
-    """``frames`` are objects, lines as they are, ``BREAK`` or ``WAIT``; ``status`` refuses a chat with ``error``."""
+    """``frames`` are objects, raw lines, ``BREAK`` or ``WAIT``; a ``status`` other than 200 sends ``error``."""
 
     daemon_threads = True
 
@@ -97,7 +97,7 @@ class FakeServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.seen: list[str] = []
-        self.left = threading.Event()  # the client closed the connection while nothing came
+        self.left = threading.Event()  # the client disconnected during WAIT
         self.ends = threading.Event()
 
     @property
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _wait(self) -> None:
-        """Until the client is gone: then there is something to read, which is nothing."""
+        """Wait until the client disconnects (reading then returns nothing) or the server stops."""
         self.connection.settimeout(0.01)
         while not self.server.ends.is_set():
             try:
@@ -187,7 +187,7 @@ def asked(session: RemoteSession, turns: Sequence[Turn] = HI, sampling: Sampling
 
 
 def broken_off(events: Iterator[Event], meanwhile: Callable[[], object] = lambda: None) -> tuple[str, KvchatError]:
-    """The text of an answer that breaks off, and why; ``meanwhile`` is done at each piece of text."""
+    """The text of an answer that breaks off, and the error; ``meanwhile`` is called after each piece of text."""
     text = ""
     try:
         for event in events:

@@ -1,6 +1,6 @@
 """A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``.
 
-And what makes sessions, with the interface of ``kvchat.engine.worker.Loader``.
+And a loader of such sessions, with the interface of ``kvchat.engine.worker.Loader``.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ class FakeSession:
 
 
 class FakeLoader:
-    """Gives ``sessions`` one after the other, the last one again and again; an error among them is raised.
+    """Opens ``sessions`` one after the other, the last one repeatedly; an exception among them is raised.
 
-    ``while_loading(progress)`` runs in between; ``has_room`` is the answer to ``fits_beside``, ``planned`` to ``plan``,
-    which notes what it was told to be ``in_use``.
+    ``while_loading(progress)`` runs before; ``fits_beside`` returns ``has_room``; ``plan`` gives ``planned`` and
+    records its ``in_use``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A view and a client that remember what they were given: the controller's tests need no screen and no process."""
+"""A view and a client that record what they are given: the controller's tests need no screen and no process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Hook = Callable[[], Coroutine[Any, Any, None]]
 
 
 class FakeClient:
-    """``sent`` holds the commands, ``starts`` counts processes; the errors are raised by starting and sending.
+    """``sent`` holds the commands, ``starts`` counts processes; ``start_error`` is raised by starting.
 
-    ``ended`` is set once a process that is to end has ended.
+    Closing and restarting wait until ``ended`` is set, as for a process that is slow to exit.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class FakeSwitch:
 class FakeView:
     """Everything shown, in order. ``while_mounting`` runs while a question is being added.
 
-    ``shown`` holds the calls of ``show_messages``: texts, footers, and the message that they are below.
+    ``shown`` holds the calls of ``show_messages``: texts, footers, and the id of the message above them.
     """
 
     def __init__(self) -> None:

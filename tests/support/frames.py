@@ -1,4 +1,4 @@
-"""Frames of any bytes that look more or less like messages."""
+"""Random frames, most of which resemble messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hypothesis import settings
 from hypothesis import strategies as st
 
-# KVCHAT_TEST_FRAMES=10000 is the long form of the tests that send so many frames.
+# Frames that each test sends; KVCHAT_TEST_FRAMES=10000 is the long form.
 FRAMES = int(os.environ.get("KVCHAT_TEST_FRAMES", "100"))
 fuzzed = settings(max_examples=FRAMES)
 
@@ -37,7 +37,7 @@ def framed(*bodies: bytes) -> bytes:
 
 
 def bodies(kinds: Iterable[type]) -> st.SearchStrategy[bytes]:
-    """Bodies of frames: most are messages with perhaps a wrong field, others JSON of any form or bytes of any kind."""
+    """Bodies of frames: most are messages, some with a wrong field; others are arbitrary JSON or bytes."""
     kinds = tuple(kinds)
     messages = st.one_of(map(_message, kinds)).map(_dumped)
     names = st.sampled_from([kind.__name__ for kind in kinds])
@@ -52,7 +52,7 @@ def _message(kind: type) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _fields(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
-    values = {name: _mostly_right(hint) for name, hint in get_type_hints(kind).items()}
+    values = {name: _mostly_valid(hint) for name, hint in get_type_hints(kind).items()}
     without_default = {
         field.name
         for field in dataclasses.fields(kind)
@@ -64,16 +64,16 @@ def _fields(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def _mostly_right(hint: Any) -> st.SearchStrategy[Any]:
-    return st.one_of(*[_right(hint)] * 15, JSON)
+def _mostly_valid(hint: Any) -> st.SearchStrategy[Any]:
+    return st.one_of(*[_valid(hint)] * 15, JSON)
 
 
-def _right(hint: Any) -> st.SearchStrategy[Any]:
+def _valid(hint: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(hint):
         return _fields(hint)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    inner = [_mostly_right(argument) for argument in get_args(hint) if argument is not Ellipsis]
+    inner = [_mostly_valid(argument) for argument in get_args(hint) if argument is not Ellipsis]
     match get_origin(hint):
         case origin if origin is tuple:
             return st.lists(inner[0], max_size=3)

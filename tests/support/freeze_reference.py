@@ -1,4 +1,4 @@
-"""The reference of freeze mode: ASR-KF-EGR, Algorithm 1, simulated token by token in plain Python."""
+"""The reference for freeze mode: ASR-KF-EGR, Algorithm 1, simulated token by token in plain Python."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def best(rank: dict[int, float], n: int, theirs: Set[int]) -> set[int]:
 class Simulation:
     """Freeze timers, one token at a time; ``scores`` come from the caller.
 
-    Positions stand for tokens; ``p`` are the mode's parameters. ``c`` counts detections, ``d`` the steps that a frozen
-    token has still to stay away (0 or less: the budget keeps it away). ``pins`` are never frozen. ``theirs`` are the
-    tokens that the kv has frozen, asked only where ranks are equal.
+    Tokens are identified by position; ``p`` are the mode's parameters. ``c`` counts detections, ``d`` the remaining
+    steps of a frozen token (0 or less: only the budget keeps it frozen). ``pins`` are never frozen. ``theirs`` are the
+    tokens that the KV manager has frozen, used only to break ties.
     """
 
     p: dict[str, Any]
@@ -59,7 +59,7 @@ class Simulation:
         leaving = self._leaving(scores, theirs)
         for j, s in scores.items():
             self.c[j], self.score[j] = self._count(j, s), s
-        # One that were to leave and return at once does not move.
+        # A token that would leave and return at once does not move.
         steps = {j: self._steps(self.c[j]) - self.rule.same_step for j in leaving}
         self.d = {j: n - 1 for j, n in self.d.items()} | {j: max(n, 1) for j, n in steps.items()}
         waiting = {j: n for j, n in self.d.items() if n <= 0}
@@ -70,7 +70,7 @@ class Simulation:
     def enter(self, total: int, hot: Set[int], theirs: Set[int]) -> None:
         """Start from ``total`` stored tokens, after a prompt whose last query finds the tokens ``hot``.
 
-        Where only the last token of a prompt was read again all is as it was when the prompt had been read.
+        If only the last token of a prompt was read again, the state after that prompt is restored.
         """
         new, self.total = total - self.total, total
         self.c = {j: c for j, c in self.c.items() if j < total}
@@ -87,7 +87,7 @@ class Simulation:
         self._limit({}, theirs)
 
     def following(self, scores: dict[int, float]) -> set[int]:
-        """Return the tokens from each one on that is being copied, by ``scores`` of those that were read."""
+        """Return each token that is being copied, by its score, and those that follow it."""
         if not self.rule.recalls:
             return set()
         retrieved = (j for j, s in scores.items() if self._may_freeze(j) and s > RETRIEVED * self.p["tau"])
@@ -99,7 +99,7 @@ class Simulation:
         self.d = {j: n for j, n in self.d.items() if j not in hot}
 
     def _limit(self, waiting: dict[int, int], theirs: Set[int]) -> None:
-        """Freeze the least relevant above the budget; ``waiting`` tokens would return, the longest waiting first."""
+        """Freeze the least relevant tokens above the budget; ``waiting`` ones return, the longest waiting first."""
         if self.p["budget"] is None:
             return
         urgency = {j: self.score.get(j, 0.0) for j in self.active() if self._may_freeze(j)}
@@ -109,7 +109,7 @@ class Simulation:
         self.d |= {j: waiting.get(j, 1) for j in out}
 
     def _may_freeze(self, j: int) -> bool:
-        """The token may be frozen."""
+        """Whether a token may be frozen."""
         old = self.rule.sink <= j < self.total - self.p["K"]
         return old and j not in self.pins and not (self.rule.protects and j in self.pinned)
 
@@ -123,7 +123,7 @@ class Simulation:
         return math.floor(math.sqrt(max(c, 0)) / self.p["k"])
 
     def _leaving(self, scores: dict[int, float], theirs: Set[int]) -> set[int]:
-        """Return the tokens flagged often enough, none below the floor."""
+        """Return the tokens flagged often enough, so few that the floor remains active."""
         least = 1 + self.rule.same_step
         may = {j: s for j, s in scores.items() if self._may_freeze(j)}
         flagged = {j: s for j, s in may.items() if s < self.p["tau"] and self._steps(self._count(j, s)) >= least}
@@ -133,7 +133,7 @@ class Simulation:
 class FreezeReference(FullReference):
     """ASR-KF-EGR, one simulation for all layers.
 
-    The store's own scores, once found right to rounding, decide whether a token is flagged, so that rounding never
+    The manager's own scores, once checked up to rounding, decide whether a token is flagged, so that rounding never
     does.
     """
 
@@ -143,7 +143,7 @@ class FreezeReference(FullReference):
 
     def enter(self, num_reachable: int) -> None:
         self.simulation.pins = set(self.run.pins)
-        self.simulation.enter(len(self.run.ids), self._hot_pages(), self._theirs())
+        self.simulation.enter(len(self.run.ids), self._hot_pages(), self._frozen_by_manager())
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
         return self._mask(self.simulation.active() | {len(self.run.ids) - 1})
@@ -152,9 +152,9 @@ class FreezeReference(FullReference):
         self.simulation.total = len(self.run.ids)
         scores = self._scores(self.simulation.active())
         hot = self._hot_pages() | self.simulation.following(scores)
-        self.simulation.step(self._agreed(scores, hot), hot, self._theirs())
+        self.simulation.step(self._checked(scores, hot), hot, self._frozen_by_manager())
 
-    def _theirs(self) -> set[int]:
+    def _frozen_by_manager(self) -> set[int]:
         return set(self.run.kv.mode.timers.frozen[: len(self.run.ids)].nonzero().flatten().tolist())
 
     def _mask(self, tokens: set[int]) -> Tensor:
@@ -163,7 +163,7 @@ class FreezeReference(FullReference):
         return mask
 
     def _hot_pages(self) -> set[int]:
-        """Return the tokens of pages that have most of a KV head's weight over all pages, by Quest's bound."""
+        """Return the tokens of pages with more than half of a KV head's weight in sight, by Quest's bound."""
         g, total = self.run.toy.geometry, len(self.run.ids)
         if not self.simulation.rule.recalls or not total:
             return set()
@@ -193,8 +193,8 @@ class FreezeReference(FullReference):
         scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
         return {j: float(scores[j]) for j in tokens}
 
-    def _agreed(self, scores: dict[int, float], hot: Set[int]) -> dict[int, float]:
-        """The store's scores, held against ``scores``, of tokens that are not ``hot``: those are scored no more."""
+    def _checked(self, scores: dict[int, float], hot: Set[int]) -> dict[int, float]:
+        """The manager's scores, checked against ``scores``, except for ``hot`` tokens, which it no longer scores."""
         theirs = self.run.kv.mode.timers.score[: len(self.run.ids)].double()
         if self.run.exact:
             compared = sorted(scores.keys() - hot)
@@ -203,7 +203,7 @@ class FreezeReference(FullReference):
         return {j: score if j in hot else float(theirs[j]) for j, score in scores.items()}
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores ``[T]`` (0 outside ``mask`` and the layer's window) and which tokens the window covers."""
+        """Return scores ``[T]``, valid in ``mask``, 0 outside the layer's window, and which tokens that covers."""
         spec, total, query, kind = self.run.toy.specs[layer], len(self.run.ids), self.run.query[layer], self.p["score"]
         seen = torch.arange(total) >= total - (spec.window or total)
         if kind == "always":

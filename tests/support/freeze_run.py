@@ -1,4 +1,4 @@
-"""A kv in freeze mode that decodes random K/V, with the mode's relevance score computed a second time."""
+"""A KV manager in freeze mode that decodes random K/V, with the mode's relevance score computed independently."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvchat.kv.modes.freeze_timers import RULES
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 8
 EVERYTHING = {"tau": 1e9}  # every token outside the window is flagged
-AT_ONCE = {"floor": 0, "stagger": 1, "recalls": False}  # changes of the rule: tokens freeze as the timers say
+AT_ONCE = {"floor": 0, "stagger": 1, "recalls": False}  # changes to the rule: tokens freeze as the timers say
 EARLY = {"floor": 60, "stagger": 4}
 
 
 @contextmanager
 def ruled(**changes: Any) -> Iterator[None]:
-    """The default profile's rule with changes."""
+    """Change the default profile's rule in this block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RULES, "default", replace(RULES["default"], **changes))
         yield
@@ -39,9 +39,9 @@ def spec(layer: int, windowed: bool) -> AttentionSpec:
 
 
 class FreezeRun:
-    """A kv in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked.
+    """A KV manager in freeze mode, decoding random K/V of two independent layers; ``strength`` makes attention peaked.
 
-    ``rule`` has changes of the default profile's.
+    ``rule`` changes the default profile's rule.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FreezeRun:
         self._wanted: tuple[int, int] | None = None
 
     def begun(self, prompt: int, steps: int = 0) -> Self:
-        """Read a prompt of so many tokens, decode so many steps, and return itself."""
+        """Prefill ``prompt`` tokens, decode ``steps`` steps, and return itself."""
         self.prefill(prompt)
         self.step(steps)
         return self
@@ -82,7 +82,7 @@ class FreezeRun:
                 self._forward(1)
 
     def look_for(self, layer: int, token: int) -> None:
-        """One step in which the first query head of a layer looks for a token's key."""
+        """One step in which the first KV head's queries of a layer look for a token's key."""
         self._wanted = layer, token
         self.step()
         self._wanted = None
@@ -128,7 +128,7 @@ class FreezeRun:
             q, k, v = (torch.randn(heads, n, D, generator=self.random) for heads in (HEADS * GROUP, HEADS, HEADS))
             k = k * self.strength
             if self._wanted and self._wanted[0] == layer:
-                # Opposite heads of the group would share their weight out over two pages.
+                # In all heads of the group: opposite ones would divide their weight between two pages.
                 q[:GROUP] = 1e4 * self.keys[layer][0, self._wanted[1]]
             self.keys[layer] = torch.cat((self.keys[layer], k), 1)
             self.query.append(q[:, -1].view(HEADS, GROUP, D))

@@ -1,4 +1,4 @@
-"""A disk on which no file may grow, as one without room, beyond some bytes."""
+"""A full disk, simulated: files cannot grow beyond a few bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(most: int = 1000) -> Iterator[None]:
-    """In the block no file of this process may become longer than ``most`` bytes."""
+    """In this block no file of this process can grow beyond ``most`` bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""GGUF files: the beginning of one, written by hand, and the bundled model as one."""
+"""GGUF files: headers written by hand, and models written as llama.cpp converts them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvchat.models import gguf_file
 from kvchat.models.load import LoadedModel
 from kvchat.paths import bundled_model_dir
 
-# transformers' names, in the order in which they are replaced, and llama.cpp's.
+# transformers' names, in the order of replacement, and llama.cpp's.
 LFM2_NAMES = {
     "model.embed_tokens.": "token_embd.",
     "model.embedding_norm.": "token_embd_norm.",
@@ -39,7 +39,7 @@ LFM2_NAMES = {
     ".conv.conv.": ".shortconv.conv.",
 }
 
-# llama.cpp's keys and transformers' names of the values.
+# llama.cpp's keys and transformers' names for the same values.
 VALUES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -61,7 +61,7 @@ VALUES = {
 
 
 def gguf_header(*tensors: tuple[str, tuple[int, ...], int], values: Sequence[bytes] = ()) -> bytes:
-    """A file with a value of every form and ``tensors`` of zeros: name, shape in ggml's order, number of the type."""
+    """A file with several kinds of values and ``tensors`` of zeros: name, shape in ggml's order, type number."""
     values = [
         *values,
         _text("general.architecture") + struct.pack("<I", 8) + _text("llama"),
@@ -79,7 +79,7 @@ def gguf_header(*tensors: tuple[str, tuple[int, ...], int], values: Sequence[byt
 
 
 def number(key: str, value: int) -> bytes:
-    """A key with a whole number, for ``gguf_header``."""
+    """A key with an integer, for ``gguf_header``."""
     return _text(key) + struct.pack("<II", 4, value)
 
 
@@ -96,7 +96,7 @@ def write_norms(
     values: dict[str, Any] | None = None,
     tensors: dict[str, Any] | None = None,
 ) -> None:
-    """A model of norms: four heads of 32, two of them KV heads, and ``values`` of its rope beside the sizes."""
+    """A model of norms and ``tensors``: four query heads of 32, two KV heads, and ``values`` of its rope."""
     import gguf
 
     writer = gguf.GGUFWriter(path, kind)
@@ -117,7 +117,7 @@ def write_norms(
 
 
 def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: str = "") -> None:
-    """The bundled model as a GGUF file, its matrices of the type ``kind``, the vocabulary's of ``table_kind``."""
+    """The bundled model as a GGUF file: matrices in layers of the type ``kind``, others of ``table_kind``, if given."""
     import gguf
 
     config = model.model.config
@@ -134,7 +134,7 @@ def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: 
 
 
 def write_lfm2(path: Path, model: Any, kind: str) -> None:
-    """A model of LFM2 whose vocabulary is the bundled one's, as llama.cpp converts it."""
+    """An LFM2 model with the bundled vocabulary, as llama.cpp converts it."""
     import gguf
 
     config = model.config
@@ -158,9 +158,9 @@ def write_lfm2(path: Path, model: Any, kind: str) -> None:
 
 
 def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny", layers: str = "F32") -> None:
-    """A model of llama.cpp's architecture ``kind``, whose vocabulary is the bundled one's, as llama.cpp converts it.
+    """A model of llama.cpp's architecture ``kind`` with the bundled vocabulary, as llama.cpp converts it.
 
-    ``layers`` is the type of the matrices in layers.
+    ``layers`` is the type of matrices in layers.
     """
     import gguf
 
@@ -220,7 +220,7 @@ def _add_vocabulary(writer: Any, config: Any) -> None:
 
 
 def _write(writer: Any, tensors: dict[str, Tensor], kind: str, table_kind: str) -> None:
-    """Write ``tensors`` by GGUF's names, matrices of the type ``kind`` in layers, of ``table_kind`` outside."""
+    """Write ``tensors`` by GGUF name; matrices have the type ``kind`` in layers and ``table_kind`` outside."""
     import gguf
 
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Profiles of a user's own and the settings that are in force with them."""
+"""A user's own GPU profiles, and the settings that result from them."""
 
 from __future__ import annotations
 

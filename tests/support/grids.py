@@ -1,6 +1,6 @@
-"""Grids of parameters, thinned: the long form takes every cell.
+"""Thinned grids of parameters; the long form takes every cell.
 
-``KVCHAT_TEST_GRIDS=all python -m pytest -n auto tests/kv`` is the long form; ``.ci/long`` has those of its
+``KVCHAT_TEST_GRIDS=all python -m pytest -n auto tests/kv`` is the long form; ``.ci/long`` runs those of its
 cells that are heads of today's models.
 """
 
@@ -15,7 +15,7 @@ WHOLE = "KVCHAT_TEST_GRIDS" in os.environ
 
 
 def thinned(rows: Iterable[Any], others: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
-    """Pairs in which every row meets ``each`` of the others, and the rows take turns: with enough rows, all of them."""
+    """Pairs of every row with ``each`` of the others, taken in turn: with enough rows, every other occurs."""
     if WHOLE:
         return list(product(rows, others))
     return [(row, others[(i * each + j) % len(others)]) for i, row in enumerate(rows) for j in range(each)]
@@ -24,7 +24,7 @@ def thinned(rows: Iterable[Any], others: Sequence[Any], each: int = 1) -> list[t
 def pairwise(rows: Sequence[Any], columns: Sequence[Any], others: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
     """Triples in which every row meets every column, and both of them meet every one of the others.
 
-    There must be as many rows and columns as others.
+    There must be at least as many rows and columns as others.
     """
     if WHOLE:
         return list(product(rows, columns, others))

@@ -1,4 +1,4 @@
-"""Texts that try to command the terminal, and every event of the protocol full of them."""
+"""Texts that try to control the terminal, and messages of the protocol filled with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kvchat.protocol.figures import Params
 
-# Each by its name; the title ends with the bell and the clipboard's with the string terminator.
+# By name; the title's (OSC 0) ends with the bell and the clipboard's (OSC 52) with the string terminator.
 SEQUENCES = {
     "OSC 52": "\x1b]52;c;aGFja2Vk\x1b\\",
     "OSC 0": "\x1b]0;hacked\x07",
@@ -25,7 +25,7 @@ SEQUENCES = {
     "DEL": "\x7f",
 }
 MARKUP = "[bold]markup[/]"
-# What a text may leave of itself in the bytes for a terminal: nothing of these.
+# What bytes for a terminal must never contain.
 FORBIDDEN = (
     "\x1b]52",
     "\x1b]0",
@@ -59,7 +59,7 @@ def names_in(text: str) -> set[str]:
 
 
 def forbidden_in(written: bytes) -> list[str]:
-    """The names of the forbidden sequences among bytes for a terminal."""
+    """The forbidden sequences, as ``repr``, in bytes for a terminal."""
     return [repr(sequence) for sequence in FORBIDDEN if sequence.encode() in written]
 
 

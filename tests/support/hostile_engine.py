@@ -1,7 +1,7 @@
-"""An engine that sends every event of the protocol, hostile in every field that holds text.
+"""An engine that sends every event of the protocol, with a hostile text in every field that holds text.
 
-The prompt ``everything`` gets all of them one after the other, and ``crash`` ends it with such a log. With ``SERVED``
-in the environment a server has the model.
+The prompt ``everything`` gets all of them one after the other, and ``crash`` ends it with a hostile log. With
+``SERVED`` in the environment the model is on a server.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from kvchat.protocol.messages import (
     Withdrawn,
 )
 
-HERE: dict[type, dict[str, Any]] = {Loaded: {"server": "", "offers": ""}, Snapshot: {"server": None}}
-WHERE = {} if "SERVED" in os.environ else HERE
-DRAWN_S = 1.0  # for what the next event replaces on the screen
+LOCAL: dict[type, dict[str, Any]] = {Loaded: {"server": "", "offers": ""}, Snapshot: {"server": None}}
+OVERRIDES = {} if "SERVED" in os.environ else LOCAL
+DRAWN_S = 1.0  # to draw what the next event replaces on the screen
 ANSWER = "\n\n".join(
     (
         hostile("prose"),
@@ -70,8 +70,8 @@ def send(*events: object) -> None:
 
 def everything(conversation: str) -> Iterator[Any]:
     """One of each event, whatever the application waits for."""
-    plain = {"thought": "", "tags": ()}  # else all that follows is a thought, folded away
-    given = WHERE | {Failed: {"fatal": False}, Resumed: {"conversation": conversation}, Started: plain}
+    plain = {"thought": "", "tags": ()}  # otherwise all that follows is a folded thought
+    given = OVERRIDES | {Failed: {"fatal": False}, Resumed: {"conversation": conversation}, Started: plain}
     yield from (fill(cls, **given.get(cls, {})) for cls in get_args(Event))
 
 
@@ -79,7 +79,7 @@ def answer() -> None:
     send(fill(Started, thought="", tags=()), fill(Prefilled), fill(Preparing))
     send(*(Text(letter, 1) for letter in ANSWER), Text("take this back" + hostile("withdrawn"), 9))
     send(fill(Recovered), Withdrawn(len(hostile("withdrawn")), 3), fill(Switched), fill(SwitchRefused))
-    snapshot = fill(Snapshot, **WHERE.get(Snapshot, {}))
+    snapshot = fill(Snapshot, **OVERRIDES.get(Snapshot, {}))
     send(snapshot, Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
 
 
@@ -89,7 +89,7 @@ def serve() -> None:
         if isinstance(command, Load):
             send(fill(Loading))
             time.sleep(DRAWN_S)
-            send(*(fill(cls, **WHERE.get(cls, {})) for cls in (Loaded, Snapshot)))
+            send(*(fill(cls, **OVERRIDES.get(cls, {})) for cls in (Loaded, Snapshot)))
         elif isinstance(command, Peek):
             send(fill(Peeked, start=command.start))
         elif isinstance(command, Plan):

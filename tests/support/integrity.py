@@ -1,4 +1,4 @@
-"""What is stored, and whether slots hold what their tables name."""
+"""Copies of the stored K/V, and a check that slots hold the tokens in their tables."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_integrity(state: KVState) -> None:
     """Check that every readable slot holds its token's stored K/V and that the last attention read no token twice.
 
     Keys of sinks and of pinned messages are not compared: a mode may have rotated them. Beyond the model's context
-    one that goes on rotates the recent ones too, which this takes for wrong. What is stored in 8 bits may be exact in
-    a slot.
+    a mode that continues rotates recent ones too, which this reports as errors. Tokens stored in 8 bits may be exact
+    in a slot.
 
     Raises:
         AssertionError: naming layer and head.
@@ -44,7 +44,7 @@ def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
         assert not bool((torch.bincount(read[read >= 0], minlength=1) > 1).any()), f"{where}: a token read twice"
         assert bool((held < state.total).all()), f"{where}: a token beyond the end"
         if slots.layout.in_place:
-            continue  # what is stored is what is read
+            continue  # attention reads the host pool itself
         off = (slots.values(layer)[row][table >= 0] - values[head][held]).abs()
         assert bool((off <= value_step[head][held]).all()), f"{where}: values"
         slot = (table >= 0).nonzero().flatten()
@@ -54,7 +54,7 @@ def _check_slots(state: KVState, slots: DeviceSlots, layer: int) -> None:
 
 
 def _steps(host: HostPool, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The allowed difference between stored and computed: for keys ``[H, 1, d_k]``, for values ``[H, n, 1]``."""
+    """The allowed difference between slots and host pool: for keys ``[H, 1, d_k]``, for values ``[H, n, 1]``."""
     step = 0.55 / LARGEST + torch.finfo(keys.dtype).eps if isinstance(host, EightBitPool) else 0.0
-    keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))  # where nothing is stored there is no largest
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))  # an empty pool has no maximum
     return keys.abs().amax(1, keepdim=True) * step, values.abs().amax(2, keepdim=True) * step

@@ -1,4 +1,4 @@
-"""Save a conversation, as the application does."""
+"""Saves a conversation as the application does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvchat.conversations.store import ConversationStore
 
 
 def keep(store: ConversationStore, conversation: Conversation) -> None:
-    """Save what changed in a conversation, as the application does."""
+    """Save the changes of a conversation, of which there must be some."""
     changes = conversation.changes()
     assert changes is not None
     store.save(changes)

@@ -1,4 +1,4 @@
-"""A tiny model's runner and cache, used as a session uses them; its tokens are the characters of what is said."""
+"""A tiny model's runner and cache, used as a session uses them; its tokens are characters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER = "Quite another text, of which nothing has been read so far at all. " * 3
 
 
 class CharacterEncoder:
-    """In place of ``PromptEncoder``: an id a character."""
+    """Replaces ``PromptEncoder``: one id per character."""
 
     def render(self, turns) -> str:
         return "".join(f"<{turn.content}" for turn in turns)
@@ -41,7 +41,7 @@ class Chat:
         self.cache = PrefixCache(self.runner, self.loop, self.keeping)
 
     def say(self, conversation: str, text: str) -> list:
-        """Go to a conversation and read what is not stored of ``text``; the cache's events."""
+        """Open a conversation and prefill what is not stored of ``text``; return the cache's events."""
         turns = (Turn("user", text),)
         events = list(self.cache.resume(conversation, turns))
         self.cache.interrupt()
@@ -57,7 +57,7 @@ class Chat:
         return events
 
     def answer(self, tokens: int = 9) -> None:
-        """Decode an answer, and let it be saved."""
+        """Decode an answer of ``tokens`` tokens and save it."""
         self.cache.interrupt()
         answer = token_ids(tokens, seed=5)
         for token in answer:
@@ -79,7 +79,7 @@ class Chat:
 
 
 def flip(path: Path, at: int) -> None:
-    """Damage a byte of a file."""
+    """Damage the byte ``at`` of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)

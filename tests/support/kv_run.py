@@ -1,4 +1,4 @@
-"""A conversation with the toy model: drives a KV manager and holds every output and set against the reference."""
+"""A conversation with the toy model: drives a KV manager and compares every output and set with the reference."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ REFERENCES: dict[str, type[FullReference]] = {
 
 
 class Run:
-    """Drives a KV manager with a ``Toy`` and holds every output and every set against the reference.
+    """Drives a KV manager with a ``Toy`` and compares every output and every set with the reference.
 
-    ``exact`` is off for half precision, whose page scores may rank close pages otherwise: the sets are then the
-    manager's own, and outputs are compared under them.
+    ``exact`` is off for half precision, whose page scores may rank close pages differently: then only outputs are
+    compared, over the manager's own sets.
     """
 
     def __init__(self, made: Toy, mode: str, system_tokens: int = 0, **params: Any) -> None:
@@ -53,11 +53,11 @@ class Run:
         self.query = [torch.zeros(g.q_heads, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
         self.asked: list[dict[int, Tensor]] = [{} for _ in range(g.layers)]
         self.kv = KVManager(g, torch.device("cpu"), self.mode(mode, **params))
-        self._refer()
+        self._make_reference()
 
     @classmethod
     def of_row(cls, row: str, made: Toy) -> Run:
-        """One in the mode and with the parameters of a row of ``mode_rows``."""
+        """A run in the mode and with the parameters of a row of ``mode_rows``."""
         mode, params = ROWS[row]
         return cls(made, mode, **params)
 
@@ -67,7 +67,7 @@ class Run:
     # ---- what a session does
 
     def begun(self, prompt: int, steps: int = 0) -> Self:
-        """Read a prompt of so many tokens, decode so many steps, and return itself."""
+        """Prefill ``prompt`` tokens, decode ``steps`` steps, and return itself."""
         self.prefill(prompt)
         self.step(steps)
         return self
@@ -106,14 +106,14 @@ class Run:
         return outputs
 
     def step_alone(self) -> None:
-        """A step that the reference does not follow: after a failure it knows nothing of scores and queries."""
+        """A step that the reference does not follow: after a failure it does not know scores and queries."""
         with decode_step(self.kv), forward(self.kv):
             for layer, spec in enumerate(self.toy.specs):
                 self.kv.attention(layer, *self.toy.qkv(layer, [900], self.kv.total), spec)
 
     def switch(self, mode: str, **params: Any) -> int:
         moved = self.kv.switch(self.mode(mode, **params))
-        self._refer()
+        self._make_reference()
         return moved
 
     def pin(self, positions: list[int]) -> None:
@@ -164,7 +164,7 @@ class Run:
         visible = torch.arange(total) > total - 1 - (spec.window or total)
         mask = mask & visible
         seen = attended(self.kv.state, layer)
-        assert not self.kv.step.exact or bool(seen[:, visible].all()), f"{where}: a step that is not exact"
+        assert not self.kv.step.exact or bool(seen[:, visible].all()), f"{where}: the step is not exact"
         if self.exact:
             for head, token in (seen != mask).nonzero().tolist():
                 does = "reads" if seen[head, token] else "does not read"
@@ -179,7 +179,7 @@ class Run:
         output = self.kv.attention(layer, q, k, v, spec)
         self._keep(layer, k, v)
         self.query[layer] = q[:, -1]
-        self._ask(layer, q, start)
+        self._record_queries(layer, q, start)
         for i in {0, len(ids) // 2, len(ids) - 1}:
             positions = torch.arange(start + len(ids))
             mask = (positions <= start + i) & (positions > start + i - (spec.window or start + i + 1))
@@ -193,8 +193,8 @@ class Run:
         self.keys[layer] = torch.cat((self.keys[layer], k), 1)
         self.values[layer] = torch.cat((self.values[layer], v), 1)
 
-    def _ask(self, layer: int, q: Tensor, start: int) -> None:
-        """Note the queries of a prompt's last tokens, in a row; a decoded token ends it. One token begins none."""
+    def _record_queries(self, layer: int, q: Tensor, start: int) -> None:
+        """Record the queries of the last prompt tokens in a row; a single token continues a row but starts none."""
         before = self.asked[layer] if start - 1 in self.asked[layer] else {}
         if not before and q.shape[1] == 1:
             return
@@ -207,7 +207,7 @@ class Run:
         self.fresh += n
         return [i % count for i in range(self.fresh - n, self.fresh)]
 
-    def _refer(self) -> None:
+    def _make_reference(self) -> None:
         mode = self.kv.mode
         params = mode.report().params
         if params.get("budget"):

@@ -15,7 +15,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 
 def as_on_a_gpu(kv: KVManager) -> None:
-    """Let a kv that stores nothing yet take the path of a GPU: shapes are fixed and nothing is read back."""
+    """Make an empty KV manager take the path of a GPU: shapes are fixed and nothing is read back."""
     kind = EightBitOps if isinstance(kv.state.host, EightBitPool) else TorchOps
     ops = kind(kv.state.geometry, kv.state.host, kv.state.device)
     kv.state.ops = kv.state.transfer.ops = ops

@@ -1,4 +1,4 @@
-"""Stands for an engine that ``quick_engine`` forks: hands it its streams, folder and environment; ends as it does."""
+"""The proxy of an engine that ``quick_engine`` forks: passes on streams, folder and environment; exits as it does."""
 
 import os
 import socket

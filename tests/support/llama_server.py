@@ -1,7 +1,7 @@
-"""llama.cpp's server in a process of its own: ``llama_server.py FILE PORT CONTEXT``.
+"""llama.cpp's server in a separate process: ``llama_server.py FILE PORT CONTEXT``.
 
-It ends with its standard input. A port that was free before it was started may be taken by then: whoever starts it then
-gets no answer, and the test fails.
+It exits when its standard input ends. A free port may be taken before the server starts: then it never answers, and
+the test fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class LlamaServer:
-    """``url`` answers while it is entered, with SmolLM2."""
+    """Serves SmolLM2 at ``url`` while it is entered."""
 
     def __init__(self, context: int, port: int = 0) -> None:
         self.context, self.port = context, port or free_port()
@@ -46,7 +46,7 @@ class LlamaServer:
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, also in the middle of an answer."""
+        """Kill the server, even in the middle of an answer."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

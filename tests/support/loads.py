@@ -1,4 +1,4 @@
-"""What a session is asked for, in one call."""
+"""``Load`` commands in one call."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from kvchat.protocol.messages import Load
 
 
 def entering(mode: str, params: Params | None = None, **fields: Any) -> Load:
-    """The ``Load`` that begins in ``mode``, with ``params`` given for it."""
+    """A ``Load`` that starts in ``mode`` with its ``params``."""
     return Load(mode=mode, given={mode: params or {}}, **fields)

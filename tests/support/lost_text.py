@@ -1,4 +1,4 @@
-"""What an application that ended in mid-answer had not saved, by the ledger of the fake engine."""
+"""The text that an application killed in mid-answer had not saved, by the ledger of the fake engine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from kvchat.tui.controller import CHECKPOINT_S
 
-BUSY_S = 0.5  # how late a machine with other work saves; a quiet one loses less than a second
-MOST_S = 2 * CHECKPOINT_S + BUSY_S  # of its speech that may be lost
-WORDS = "the window moves and older pages rest on the host "  # of the question ``slow``, again and again
+BUSY_S = 0.5  # how late a busy machine saves; an idle one loses less than a second
+MOST_S = 2 * CHECKPOINT_S + BUSY_S  # of the answer that may be lost
+WORDS = "the window moves and older pages rest on the host "  # of the answer to ``slow``, repeated
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the engine had said when something was killed, and is not on disk; ``seconds`` of its speech."""
+    """The text sent before the kill that is not on disk; ``seconds`` is the time from its first word to the kill."""
 
     characters: int
     seconds: float
 
 
 def loss(ledger: Path, killed: float, kept: int) -> Loss:
-    """What was said until ``killed`` behind the ``kept`` first characters."""
+    """The loss at the time ``killed``, if the first ``kept`` characters are on disk."""
     lost, first = 0, killed
     for line in ledger.read_text().splitlines():
         when, characters = map(float, line.split())

@@ -1,4 +1,4 @@
-"""Memory in tests: a registrar that records what is pinned, and counts of what is resident and what is reachable."""
+"""Memory in tests: a registrar that records what is pinned, resident bytes, and the tensors that a kv holds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvchat.kv.memory.pinned import PinnedRegion
 
 
 class Pins:
-    """A registrar that records registrations and checks them; the one numbered ``fails_at`` is refused.
+    """A registrar that records registrations and checks them; the one numbered ``fails_at`` fails.
 
-    ``fails_for_good``: all that follow are too. Where memory is ``elsewhere`` the device sees each registration at an
-    address of its own, as in WSL2.
+    With ``fails_for_good`` all later ones fail too. With ``elsewhere`` the device sees each registration at another
+    address, as in WSL2.
     """
 
     def __init__(self, fails_at: int = 0, elsewhere: bool = False, fails_for_good: bool = False) -> None:
@@ -59,8 +59,8 @@ def resident(region: PinnedRegion) -> int:
     return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
 
 
-def tensors_of(kv: KVManager) -> set[int]:
-    """Return size by address of every storage reachable from the kv, except specs and rotations."""
+def tensors_of(kv: KVManager) -> dict[int, int]:
+    """Return size by address of every storage reachable from the kv, except specs, traits and rotations."""
     found, seen, todo = {}, {id(kv)}, [kv]
     while todo:
         thing = todo.pop()
@@ -78,5 +78,5 @@ def tensors_of(kv: KVManager) -> set[int]:
 
 
 def stored_rows(kv: KVManager) -> list[torch.Tensor]:
-    """A copy of the stored K and V of each layer."""
+    """A copy of the stored K and V of each layer, ``[2, H, total, d]``."""
     return [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]

@@ -1,8 +1,7 @@
 """Memory that runs out at chosen operations of torch.
 
-The short form of the tests that use it takes one place of some cases. ``KVCHAT_TEST_FAULTS=30`` takes 30 of every
-case, evenly spaced, fewer where each costs seconds; ``all`` takes every place, for days. ``.ci/long`` runs the long
-form.
+The short form of the tests takes one place of some cases. ``KVCHAT_TEST_FAULTS=30`` takes 30 of every case, evenly
+spaced, fewer where each costs seconds; ``all`` takes every place, for days. ``.ci/long`` runs the long form.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PLACES = float(os.environ.get("KVCHAT_TEST_FAULTS", "0").replace("all", "inf"))  # of a case; 0 in the short form
 aten = torch.ops.aten
-FREE = {aten.item.default, aten._local_scalar_dense.default, aten.zero_.default}  # take none, as sums over ranks
+FREE = {aten.item.default, aten._local_scalar_dense.default, aten.zero_.default}  # need none, like sums over ranks
 
 
 class HostMemoryError(RuntimeError):
@@ -33,10 +32,10 @@ NO_MEMORY = torch.OutOfMemoryError, HostMemoryError
 
 
 class MemoryRunsOut(TorchDispatchMode):
-    """Count the operations that may allocate, not ``FREE`` ones and views; those numbered ``places`` fail.
+    """Counts the operations that may allocate, without ``FREE`` ones and views; those numbered ``places`` fail.
 
-    Where memory stays ``short`` none after them finds any either. Odd ones raise as a GPU's allocator does, even ones
-    as the host's.
+    If memory stays ``short`` all after the last of them fail too. Odd ones raise the error of a GPU's allocator, even
+    ones that of the host's.
     """
 
     def __init__(self, *places: int, short: bool = False) -> None:
@@ -53,9 +52,9 @@ class MemoryRunsOut(TorchDispatchMode):
 
 
 def places_of(count: int, case: str, cost: int = 1) -> Iterator[tuple[int, ...]]:
-    """Where memory runs out among ``count`` operations of a ``case``: once, and twice in a row.
+    """Where memory runs out among the ``count`` operations of a ``case``: at each place once, and twice in a row.
 
-    In the long form the places are evenly spaced, and as many fewer as each ``cost`` more than a step of a tiny model.
+    In the long form the places are evenly spaced, and ``cost`` times fewer; a step of a tiny model costs 1.
     """
     dice = random.Random(case)
     chosen: Iterable[int] = sorted(dice.sample(range(1, count + 1), 1))
@@ -68,5 +67,5 @@ def places_of(count: int, case: str, cost: int = 1) -> Iterator[tuple[int, ...]]
 
 
 def out_of_memory(*_args: object, **_kwargs: object) -> None:
-    """Raise what torch raises where a GPU's memory runs out."""
+    """Raise what torch raises when a GPU's memory runs out."""
     raise torch.OutOfMemoryError("no memory left")

@@ -1,6 +1,6 @@
 """Modes with parameters to run the tests over: one row per mode and setting."""
 
-# Mode and parameters by row; small enough that every set is reduced after some tens of tokens.
+# Mode and parameters by row; budgets are so small that tokens are dropped after a few dozen.
 ROWS = {
     "full": ("full", {}),
     "full-resident": ("full", {"resident": 64}),
@@ -36,7 +36,7 @@ ROWS = {
     "freekv-blocks": ("speculative", {"budget": 90, "sink": 4, "window": 32, "index": "blocks", "query": "own"}),
     "freekv-bits": ("speculative", {"budget": 90, "sink": 4, "window": 32, "unit": "page", "query": "own"}),
 }
-# Methods of other papers; small enough that tokens are dropped, and that chosen ones are evicted.
+# Methods of other papers; budgets are so small that tokens are dropped, and chosen ones evicted.
 COMPARED = {
     "quest": ("quest", {"budget": 64, "whole_layers": 0}),
     "quest-behind-whole-layers": ("quest", {"budget": 70}),
@@ -52,7 +52,7 @@ COMPARED = {
     "h2o": ("h2o", {"budget": 64}),
 }
 # The first row of each mode and the unusual settings, for tests that need not run on all rows. The core has two rows
-# of each mode, one at an even place and one at an odd one, so that ``grids.thinned`` lets a mode meet every cell.
+# of each mode, one at an even index and one at an odd one, so that ``grids.thinned`` pairs a mode with every cell.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
 ROWS |= COMPARED
 CORE = [

@@ -1,4 +1,4 @@
-"""Changes to a model's folder, and what is planned and listed of one that is quantized."""
+"""Changes to a model's folder, and the memory that the plan and the list give for a quantized one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 
 def planned(folder, dtype="auto"):
-    """What is planned for the weights of a checkpoint that is quantized already."""
+    """The planned bytes for the weights of an already quantized checkpoint."""
     (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
     return nbytes
 
 
 def listed(folder, dtype="auto"):
-    """What the list of models says of them, on a CPU."""
+    """The bytes that it needs on a CPU, by the list of models."""
     found = catalog.at(folder)
     return fit(found, dtype, Room("cpu", 2**40)).needed
 

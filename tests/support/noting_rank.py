@@ -1,4 +1,4 @@
-"""``python noting_rank.py``: a following rank in which memory runs out where a test says; it says what it holds."""
+"""``python noting_rank.py``: a follower rank that runs out of memory where a test says, and reports its state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Told:
     Attributes:
         read: the tokens that each KV head read at each step, bool ``[layers, heads, tokens]``.
         queries: of each step, ``[layers, q_heads, d]``.
-        keys: all that are stored, ``[layers, heads, tokens, d]``.
-        index: by which the tokens were chosen, ``[layers - 1, heads, pages, words]``: the first layer reads all.
+        keys: all stored ones, ``[layers, heads, tokens, d]``.
+        index: that chose the tokens, ``[layers - 1, heads, pages, words]``: the first layer reads everything.
     """
 
     read: list[Tensor] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Told:
         self.queries.append(state.query.clone())
 
     def end(self, kv: KVManager) -> None:
-        """Note the keys, and their index."""
+        """Record the keys and their index."""
         layers = range(kv.state.geometry.layers)
         self.keys = torch.stack([kv.state.host.dense(layer, kv.total)[0] for layer in layers])
         assert isinstance(kv.mode, Speculative)
@@ -59,18 +59,18 @@ class NotingFollower(follower.Follower):
                 super().do(order)
 
     def run_out(self, *places: int) -> None:
-        """Let memory run out in the orders from now on, at the operations with these numbers; without any never."""
+        """Let memory run out in later orders, at the operations with these numbers; never without numbers."""
         self._fault = MemoryRunsOut(*places) if places else None
 
     def check_alike(self, total: int, mode: str, params: dict[str, Any], pins: tuple[int, ...]) -> None:
-        """Refuse what is not as the leader has it."""
+        """Raise ``UsageError`` if this rank's state is not the leader's."""
         kv = self._runner.kv
         mine = (kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
         if mine != (total, mode, params, pins):
             raise UsageError(f"{mine} here, {(total, mode, params, pins)} there")
 
     def tell_count(self) -> None:
-        """Refuse with the number of operations since ``run_out``."""
+        """Raise ``UsageError`` with the number of operations since ``run_out``."""
         assert self._fault
         raise UsageError(str(self._fault.count))
 
@@ -78,13 +78,13 @@ class NotingFollower(follower.Follower):
         self._told.note_step(self._runner.kv.state)
 
     def tell(self, file: str) -> None:
-        """Write to ``file`` the ``Told`` of all noted steps."""
+        """Write the ``Told`` of all recorded steps to ``file``."""
         self._told.end(self._runner.kv)
         torch.save(self._told, file)
 
 
 if __name__ == "__main__":
-    from support import noting_rank  # what it writes is of that module, not of __main__
+    from support import noting_rank  # the class that it writes is of that module, not of __main__
 
     follower.Follower = noting_rank.NotingFollower
     follower.main()

@@ -1,4 +1,4 @@
-"""How long tests wait for what must come: long enough for a machine that does much else, and never to the end there."""
+"""How long tests wait for what must happen: so long that even a busy machine never needs all of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATIENCE_S = 120.0
 
 
 def wait_until(condition: Callable[[], object], told: Callable[[], str] = lambda: "") -> None:
-    """Wait for a condition in a test without an event loop; ``told`` says why it did not come true."""
+    """Wait for a condition in a test without an event loop; if it stays false, ``told`` says why."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {told()}"

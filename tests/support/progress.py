@@ -1,7 +1,7 @@
-"""Progress that nobody is told."""
+"""Progress that nobody sees."""
 
 from __future__ import annotations
 
 
 def silent(stage: str) -> None:
-    """Tell nobody about a stage."""
+    """Ignore a stage."""

@@ -1,4 +1,4 @@
-"""A program in a pseudo terminal: what it writes, byte for byte, and keys for it."""
+"""A program in a pseudo terminal: its output, byte for byte, and keys typed into it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PtyRun:
         os.close(child)
 
     def resize(self, width: int, height: int) -> None:
-        """Change the size in cells; a program whose terminal it is gets SIGWINCH."""
+        """Change the size in cells; a program with this controlling terminal gets SIGWINCH."""
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def until(self, text: str) -> None:
@@ -64,14 +64,14 @@ class PtyRun:
         return self.process.returncode
 
     def close(self) -> None:
-        """End the program if it still runs."""
+        """Kill the program if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         os.close(self._terminal)
 
     def read(self, wait_s: float) -> bytes:
-        """Read what has been written, waiting so long for the first of it."""
+        """Read what has been written, waiting at most ``wait_s`` for the first byte."""
         if not select.select([self._terminal], [], [], wait_s)[0]:
             return b""
         data = b""

@@ -1,7 +1,7 @@
-"""The fake engine, quicker: hundreds of applications start one each, and nine tenths of that is importing the protocol.
+"""The fake engine, faster: hundreds of applications start one each, and importing the protocol takes 90 % of that time.
 
-Here it is forked from a process that has imported it. The program ``launch_engine.py``, which needs nothing, stands for
-it: it ends as the engine does, and the engine ends with it.
+Here it is forked from a process that has imported it. The program ``launch_engine.py``, which imports nothing of
+kvchat, is its proxy: it exits as the engine does, and the engine is killed with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVE = "import sys; from support.quick_engine import serve; serve(int(sys.argv[
 
 @contextmanager
 def started() -> Iterator[tuple[str, ...]]:
-    """The command that starts an engine as long as this lasts."""
+    """The command that starts an engine within this block."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = f"{folder}/engine"  # a test's own folder has too long a name for a socket
         listener.bind(address)
@@ -51,20 +51,20 @@ def serve(descriptor: int) -> None:
 
 
 def _guard(client: socket.socket) -> NoReturn:
-    """Be the parent of one engine: tell how it ended, and end it with the program that stands for it."""
+    """Be the parent of one engine: report its exit code to its proxy, and kill it if the proxy ends first."""
     size, streams, _, _ = socket.recv_fds(client, 4, 3)
     asked = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-    alive, held = os.pipe()  # until the engine ends, however it does
+    alive, held = os.pipe()  # open until the engine ends, however it ends
     if not (engine := os.fork()):
         client.close()
         _run(streams, *asked.split(b"\0"))
     for descriptor in (held, *streams):
         os.close(descriptor)
-    is_alone = client in select.select([client, alive], [], [])[0]
-    if is_alone:
+    proxy_ended = client in select.select([client, alive], [], [])[0]
+    if proxy_ended:
         os.kill(engine, signal.SIGKILL)
     _, status = os.waitpid(engine, 0)
-    if not is_alone:
+    if not proxy_ended:
         client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
     os._exit(0)
 
@@ -82,7 +82,7 @@ def _run(streams: list[int], folder: bytes, *environment: bytes) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:  # noqa: BLE001  # whatever it is, as Python's own end
+    except BaseException:  # noqa: BLE001  # any, as at Python's own exit
         traceback.print_exc()
     finally:
         os._exit(code)

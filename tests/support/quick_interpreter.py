@@ -1,9 +1,9 @@
-"""Triton's interpreter, quicker: what it looks up anew at every call of a kernel's helper is looked up once.
+"""Triton's interpreter, faster: what it looks up at every call of a kernel's helper is looked up once.
 
-It makes the functions of ``triton.language`` interpreted ones before a kernel runs, and again at every call of a helper
-inside it, when they are already: most of the time of a small kernel. It finds them by inspecting all members. And of
-every result it computes the shape anew, in a tuple of its own class, which describes its members' types. Each sum of
-whole numbers it computes a second time in 64 bits, to see whether it overflows.
+Triton's own replaces the functions of ``triton.language`` before a kernel runs, and needlessly again at every call of a
+helper inside it, which takes most of a small kernel's time: it finds them by inspecting all members. For every result
+it recomputes the shape, in a tuple class of its own that describes its members' types. It computes each sum of integers
+a second time in 64 bits, to detect an overflow.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _make_block_type = tl.block_type.__init__
 _are_equal = tl.tuple.__eq__
 _convert_float = interpreter._convert_float
 _check_types, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
-_UNCHANGED = {"fp32", "int32", "int64"}  # what is computed of two of these has their type
-_known: dict[Any, dict[str, Any]] = {}  # what a type of blocks is made of, by their elements and shape
+_UNCHANGED = {"fp32", "int32", "int64"}  # the result of an operation on two of these has their type
+_known: dict[Any, dict[str, Any]] = {}  # the attributes of a block type, by element type and shape
 
 
 def install() -> None:
-    """Make this process's interpreter quicker; the results are the same."""
+    """Make this process's interpreter faster; the results are the same."""
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang_once
     interpreter._get_np_dtype = _np_dtype_once
-    interpreter._convert_float = _convert_float_at_once
+    interpreter._convert_float = _convert_bfloat16_by_shift
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     TritonSemantic.binary_op_type_checking_impl = _check_unlike_types
@@ -56,7 +56,7 @@ def _patch_builtin(owner: Any, *scope: Any) -> None:
 def _patch_lang_once(fn: Any) -> Any:
     seen = _languages(fn)
     if seen and not any(tl.core.is_builtin(language.load) for language in seen):
-        return _NOTHING  # inside a kernel: whoever began it restores them
+        return _NOTHING  # inside a kernel: its start restores them
     return _patch_lang(fn)
 
 
@@ -81,7 +81,7 @@ _constants: dict[Any, Any] = {}
 
 
 def _constant(type: Any, *key: Any) -> Any:
-    """The number that is written as the last of ``key``, as many times as a tensor of ``type`` has elements."""
+    """A tensor of ``type`` filled with the number that is written as the last item of ``key``."""
     if key not in _constants:
         name, sizes, number = key
         data = np.full(sizes or 1, float(number) if name == "fp32" else int(number), interpreter._get_np_dtype(type))
@@ -96,8 +96,8 @@ def _broadcast_unlike_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
     return _broadcast(self, lhs, rhs)
 
 
-def _convert_float_at_once(data: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
-    """Bfloat16 is the upper half of float32, and cut off of it."""
+def _convert_bfloat16_by_shift(data: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
+    """Bfloat16 is the upper half of float32; the lower half is cut off."""
     if rounding is None and (from_type.name, to_type.name) == ("bf16", "fp32"):
         return data.astype(np.uint32) << 16
     if rounding is None and (from_type.name, to_type.name) == ("fp32", "bf16"):

@@ -1,4 +1,4 @@
-"""Textual's style sheets, quicker: every application of a process parses the same ones, once is enough."""
+"""Textual's style sheets, faster: every application of a process uses the same ones, which are parsed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _parsed: dict[tuple[Any, ...], list[Any]] = {}
 
 
 def install() -> None:
-    """Let all sheets of this process share what was parsed under the same variables; the results are the same."""
+    """Let all sheets of this process share what was parsed with the same variables; the results are the same."""
     Stylesheet._parse_rules = _parse_once  # type: ignore[method-assign]
 
 

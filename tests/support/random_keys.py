@@ -1,4 +1,4 @@
-"""Random keys, lines, clicks, pastes and sizes for the application in a pseudo terminal, the same for the same seed."""
+"""Random keys, lines, clicks, pastes and sizes for the application in a pseudo terminal, reproducible by a seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED = {str(names[0].value): code for code, names in ANSI_SEQUENCES_KEYS.items(
 NAMED |= {"escape": "\x1b", "shift+f6": "\x1b[17;2~", "shift+f7": "\x1b[18;2~"}  # as xterm sends them
 MOVES = ("escape", "tab", "shift+tab", "enter", "up", "down", "left", "right", "home", "end", "delete", "backspace")
 OPENERS = ("f1", "f2", "f3", "f8", "f9", "shift+f7", "ctrl+o", "ctrl+p")
-ENDING = ("ctrl+q", "ctrl+c")  # pressed seldom: they end the run
+ENDING = ("ctrl+q", "ctrl+c")  # rarely pressed: they end the run
 LINES = ("hello", "slow", "fail", "crash", "waver", "hold", "#  a | b\n", "/", "@", "@.", "//", "1", "über 日本 🧵")
 ARGUMENTS = (
     *("", "", "", "1", "12", "none", "system", "full", "speculative budget=128", "spec sync", "streaming window=x"),
@@ -47,15 +47,15 @@ SCREENS = {
     "details": "Tab next part",
     "palette": "Search for commands",
 }
-"""What is written on a screen and on no other."""
+"""A text that is on this screen and on no other."""
 
 
 @dataclass
 class RandomKeys:
-    """Types into ``command``, which is started again when a key has ended it; ``folder`` is its working folder.
+    """Types into ``command``, which is restarted when a key has ended it; ``folder`` is its working folder.
 
-    ``keys`` were typed, ``runs`` begun, ``seen`` are the screens of ``SCREENS`` that came; ``memory`` is the resident
-    memory of the application in MiB, whenever it was looked at.
+    ``keys`` counts inputs, ``runs`` starts; ``seen`` are the ``SCREENS`` that appeared; ``memory`` is the resident
+    memory of the application in MiB after each burst.
     """
 
     command: Sequence[str]
@@ -74,29 +74,29 @@ class RandomKeys:
         self.environ = self.environ | {name: value, "EDITOR": "true", "VISUAL": "true", "TERM": "xterm-256color"}
         self._program: PtyRun | None = None
         self._tail = b""
-        self._typed: deque[bytes] = deque(maxlen=400)  # a burst, and all that is tried after it
+        self._typed: deque[bytes] = deque(maxlen=400)  # a burst, and the check after it
 
     def press(self, bursts: int, until_s: float = 0.0) -> None:
-        """Type so many bursts, and more until so many seconds are over; after each the prompt must take what is typed.
+        """Type ``bursts`` bursts, and more for ``until_s`` seconds; after each the prompt must accept input.
 
         Raises:
-            AssertionError: the application failed or hangs; says what was on the terminal.
+            AssertionError: the application failed or hangs; contains the end of its output.
         """
         begun = time.monotonic()
         try:
             while bursts > 0 or time.monotonic() - begun < until_s:
                 bursts -= 1
                 self._burst()
-                self._answers_still()
+                self._check_responsive()
             self._program.type(b"\x11")
-            self._follow_to_end()
+            self._check_exit()
         finally:
             if self._program is not None:
                 self._program.close()
         wait_until(lambda: not self.left_over(), lambda: f"{self.left_over()} outlived the application")
 
     def left_over(self) -> list[int]:
-        """The processes of this run that live."""
+        """The ids of the processes of this run that are alive."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -110,11 +110,11 @@ class RandomKeys:
 
     def _burst(self) -> None:
         for _ in range(self._random.randint(10, 60)):
-            self._begin_if_ended()
-            self._type(self._something())
+            self._start_if_ended()
+            self._type(self._any_input())
             self._read(self._random.choice((0.0, 0.0, 0.01, 0.05, 0.3)))
 
-    def _something(self) -> bytes:
+    def _any_input(self) -> bytes:
         draw = self._random.random()
         if draw < 0.30:
             return self._key(self._random.choice(MOVES))
@@ -128,7 +128,7 @@ class RandomKeys:
             argument = self._random.choice(ARGUMENTS)
             return f"/{self._random.choice(COMMANDS)} {argument}\r".encode()
         if draw < 0.92:
-            self._read(0.05)  # a person clicks on what is there
+            self._read(0.05)  # a user clicks on what is drawn
             return self._click()
         if draw < 0.94:
             return b"\x1b[200~" + self._bytes(self._random.choice((3, 40, 4000))) + b"\x1b[201~"
@@ -138,7 +138,7 @@ class RandomKeys:
         return b""
 
     def _bytes(self, number: int) -> bytes:
-        """Any but Ctrl+\\, which ends what has the terminal while an editor has it."""
+        """Random bytes without Ctrl+\\, which kills the foreground processes while an editor has the terminal."""
         return self._random.randbytes(number).replace(b"\x1c", b"")
 
     def _key(self, name: str) -> bytes:
@@ -153,7 +153,7 @@ class RandomKeys:
 
     def _size(self) -> tuple[int, int]:
         any_size = self._random.randint(1, 220), self._random.randint(4, 70)
-        tiny = self._random.randint(1, 12), self._random.randint(4, 40)  # a pane pushed aside
+        tiny = self._random.randint(1, 12), self._random.randint(4, 40)  # a pane made tiny
         return self._random.choice((*SIZES, any_size, tiny))
 
     def _type(self, data: bytes) -> None:
@@ -161,27 +161,27 @@ class RandomKeys:
         self._typed.append(data)
         self._program.type(data)
 
-    # ---- what comes of it ------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
-    def _answers_still(self) -> None:
-        """Close what is open and type a word, which must come to be seen.
+    def _check_responsive(self) -> None:
+        """Close what is open and type a word, which must appear.
 
-        Again until it does: on a busy machine a word may reach what is just closing.
+        Repeated until it does: on a busy machine a word may reach a screen that is just closing.
         """
         deadline = time.monotonic() + PATIENCE_S
-        while not self._takes_a_word():
+        while not self._accepts_a_word():
             assert time.monotonic() < deadline, f"it hangs: {self._shown()}"
         self._type(self._random.choice((b"\r", b"\x15", b"\x15")))
         self.memory.append(self._resident())
 
-    def _takes_a_word(self) -> bool:
-        self._begin_if_ended()
-        self._go_on_if_stopped()
+    def _accepts_a_word(self) -> bool:
+        self._start_if_ended()
+        self._resume_if_stopped()
         self._program.resize(120, 40)
         for _ in range(6):
             self._type(self._key("escape"))
-            self._read(0.2)  # or the next one would make it Alt+Esc
-        if self._begin_if_ended():
+            self._read(0.2)  # otherwise the next one would make it Alt+Esc
+        if self._start_if_ended():
             return False
         mark = f"mark{self.keys}"
         self._type(mark.encode())
@@ -191,18 +191,18 @@ class RandomKeys:
                 return True
         return False
 
-    def _go_on_if_stopped(self) -> None:
-        """A Ctrl+Z typed while an editor has the terminal stops it, and there is no shell whose fg lets it go on."""
+    def _resume_if_stopped(self) -> None:
+        """Ctrl+Z typed while an editor has the terminal stops the application, and there is no shell to resume it."""
         process = self._program.process
         if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].startswith("T"):
             process.send_signal(signal.SIGCONT)
 
-    def _begin_if_ended(self) -> bool:
-        """Start it first, and again when it has ended; whether it was started."""
+    def _start_if_ended(self) -> bool:
+        """Start the application unless it runs; return whether it was started."""
         if self._program is not None:
             if self._program.process.poll() is None:
                 return False
-            self._follow_to_end()
+            self._check_exit()
             self._program.close()
         self._program = PtyRun(self.command, self.environ, 120, 40, folder=self.folder)
         self.runs += 1
@@ -214,21 +214,21 @@ class RandomKeys:
             self._read(0.1)
         return True
 
-    def _follow_to_end(self) -> None:
+    def _check_exit(self) -> None:
         code = self._program.finish()
-        self._take()
+        self._scan()
         assert code == 0, f"it ended with {code}: {self._shown()}"
 
     def _read(self, for_s: float) -> None:
         until = time.monotonic() + for_s
         while True:
             self._program.read(max(until - time.monotonic(), 0.0))
-            self._take()
+            self._scan()
             if time.monotonic() >= until:
                 return
 
-    def _take(self) -> None:
-        """Look at what was written, and forget all but the end of it."""
+    def _scan(self) -> None:
+        """Look for screens in the output, and keep only its end."""
         self._tail = (self._tail + SEQUENCE.sub(b"", self._program.written))[-40_000:]
         self._program.written = b""
         self.seen |= {name for name, text in SCREENS.items() if text.encode() in self._tail}

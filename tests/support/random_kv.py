@@ -17,7 +17,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.kv.ops.triton_ops import TritonOps
 
 LAYERS = 2
-# float32 runs in Triton's interpreter only, where nothing but the order of sums differs.
+# float32 runs in Triton's interpreter only, where only the order of sums differs.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHAPES = {
     "plain": {"heads": 2, "group": 2, "d_k": 32, "d_v": 32, "page": 8},
@@ -27,9 +27,9 @@ SHAPES = {
     "many": {"heads": 8, "group": 1, "d_k": 24, "d_v": 96, "page": 8},
 }
 
-# Of today's models: query heads of one KV head, elements of a head, dtypes.
+# Of today's models: query heads per KV head, elements per head, dtypes.
 GROUPS, WIDTHS, DTYPES = (1, 4, 7, 8), (64, 80, 96, 128, 256), (torch.float16, torch.bfloat16)
-# In ten of the forty every width and every group meets both dtypes.
+# Ten of the forty cells, in which every width and every group meets both dtypes.
 CELLS = [(group, d, dtype) for (dtype, d), group in thinned(product(DTYPES, WIDTHS), GROUPS)]
 # Three of them for the kernels over plain pages, and two others over 8-bit ones; all in the long form.
 PLAIN_CELLS, ROUNDED_CELLS = (CELLS, CELLS) if WHOLE else (CELLS[1::4], CELLS[::8])
@@ -42,7 +42,7 @@ def geometry_of(shape: str, dtype: torch.dtype) -> Geometry:
 
 @dataclass
 class Side:
-    """A host pool of ``tokens`` tokens, slots of each layout, and the ops for them."""
+    """A host pool, slots of each layout, and the ops for them."""
 
     ops: TorchOps
     host: HostPool
@@ -52,7 +52,7 @@ class Side:
 def sides(
     g: Geometry, device: torch.device, *layouts: Layout, tokens: int = 150, seed: int = 0, exact: bool = False
 ) -> tuple[Side, Side]:
-    """Return the same K/V for torch's ops and for the kernels; ``exact`` computes the former in float32."""
+    """Return sides with the same K/V for torch's ops and for the kernels; ``exact`` computes the former in float32."""
     single = Geometry(g.layers, g.q_heads, g.kv_heads, g.d_k, g.d_v, torch.float32, g.page)
     expected = _side(single if exact else g, g.dtype, device, layouts, tokens, seed, TorchOps)
     measured = _side(g, g.dtype, device, layouts, tokens, seed, TritonOps)
@@ -76,7 +76,7 @@ def fill_table(slots: DeviceSlots, tokens: int, seed: int, share: float = 0.7) -
 
 
 def assert_near(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Compare within the rounding of ``dtype``, relative to the largest expected element."""
+    """Compare within the rounding of ``dtype``, relative to the largest expected element or 1."""
     assert measured.shape == expected.shape
     assert bool(measured.isfinite().all())
     error = (measured.float() - expected.float()).abs().max()

@@ -1,4 +1,4 @@
-"""Models nobody here trained, where ``.ci/models.py`` has put them or their packages are installed."""
+"""Models not trained by us, where ``.ci/models.py`` has put them or their packages are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = {name: file for name in paths.NAMED if (file := paths.named_model(name))
 
 @cache
 def real_model(name: str) -> LoadedModel:
-    """The model on the CPU, loaded once in a worker, for tests marked ``real_model(name)``."""
+    """The model on the CPU, loaded once per worker, for tests marked ``real_model(name)``."""
     from kvchat.models.load import load_model
     from kvchat.protocol.messages import Load
 

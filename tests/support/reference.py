@@ -1,8 +1,8 @@
 """An independent reference for the KV modes: the set of tokens that each step attends to.
 
 Nothing here is taken from the modes: the sets follow the papers (Lazy Pruning/Slack/Max_Drop, Algorithm 1; FreeKV,
-sections 3.2 and 3.3; SyncKV, equations 3 to 8) in plain loops; freeze mode's is in ``freeze_reference``. A new mode is
-one more class in ``kv_run.REFERENCES`` and one more row in ``mode_rows``.
+sections 3.2 and 3.3; SyncKV, equations 3 to 8) in plain loops; freeze mode's is in ``freeze_reference``. A new mode
+needs a class in ``kv_run.REFERENCES`` and a row in ``mode_rows``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvchat.kv.manager import KVManager
 
 
 class Conversation(Protocol):
-    """What a reference reads of the run that it belongs to.
+    """What a reference reads of its run.
 
-    That is what is stored, the last token's queries by layer, and those ``asked`` at a prompt's end, by position.
+    What is stored, the last token's queries by layer, and those ``asked`` at the end of a prompt, by position.
     """
 
     toy: Toy
@@ -59,7 +59,7 @@ class FullReference:
         return None
 
     def tied(self, layer: int, head: int, token: int) -> bool:
-        """Rounding may decide whether the newest token attends to ``token``."""
+        """Whether rounding may decide if the newest token attends to ``token``."""
         return False
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class StreamingReference(FullReference):
         return mask
 
     def keys(self, layer: int) -> Tensor:
-        """Return the compact cache's keys: each kept token at its place in the cache, whose last is the newest one."""
+        """Return keys, each kept one rotated to its place in the compact cache, which ends with the newest."""
         keys, now = self.run.keys[layer].double().clone(), len(self.run.ids) - 1
         cache = sorted({*self.kept, *self.run.pins, now})
         by = torch.tensor([now - (len(cache) - 1) + place - position for place, position in enumerate(cache)])
@@ -113,7 +113,7 @@ class Choice(NamedTuple):
 
 
 class FreeKVReference(FullReference):
-    """Quest's bound per page, softmax, mean over the group, top-k; chosen one step ahead, corrected by cosine."""
+    """A bound or other index per page, softmax, mean over the group, top-k; one step ahead, corrected by cosine."""
 
     def enter(self, num_reachable: int) -> None:
         self.first = 1 if self.p["first_full"] else 0
@@ -186,7 +186,7 @@ class FreeKVReference(FullReference):
         return chosen
 
     def _score(self, q: Tensor, tiles: Tensor) -> Tensor:
-        """Of one query head for pages of keys ``tiles [n, page, d_k]``, by the index; before it is scaled."""
+        """Unscaled scores ``[n]`` of pages of keys ``tiles [n, page, d_k]`` for one query head, by the index."""
         if self.p["index"] == "bounds":
             return torch.maximum(q * tiles.amax(1), q * tiles.amin(1)).sum(1)
         if self.p["index"] == "blocks":
@@ -202,7 +202,7 @@ SIXTEEN = {torch.float32: torch.bfloat16, torch.bfloat16: torch.bfloat16, torch.
 
 
 def coded(tiles: Tensor, bits: int, edge: torch.dtype = torch.bfloat16) -> Tensor:
-    """Pages of keys ``[..., page, d_k]`` in so many bits, by channel between the lowest and the highest, in 16 bits."""
+    """Keys ``[..., page, d_k]`` in ``bits`` bits, by channel between lowest and highest, those rounded to ``edge``."""
     low, high = tiles.amin(-2, keepdim=True).to(edge).float(), tiles.amax(-2, keepdim=True).to(edge).float()
     steps = 2**bits - 1
     codes = ((tiles.float() - low) / (high - low)).nan_to_num(0).clamp(0, 1).mul(steps).round().double()
@@ -210,7 +210,7 @@ def coded(tiles: Tensor, bits: int, edge: torch.dtype = torch.bfloat16) -> Tenso
 
 
 class SpeculativeReference(FullReference):
-    """The k tokens of highest weight by keys in a few bits, softmax, mean over the group; sinks and a window."""
+    """The k tokens of highest weight by quantized keys, softmax, mean over the group; sinks and a window."""
 
     def enter(self, num_reachable: int) -> None:
         self.first = 1 if self.p["first_full"] else 0
@@ -245,7 +245,7 @@ class SpeculativeReference(FullReference):
         return mask
 
     def others(self, layer: int, seen: Tensor) -> tuple[Tensor, Tensor] | None:
-        """By keys in a few bits, as which a page's keys weigh too much on average, each with its page's mean value."""
+        """By quantized keys, corrected for weighing too much on average, each with its page's mean value."""
         geometry, spec = self.run.toy.geometry, self.run.toy.specs[layer]
         if self.p["rest"] == "none" or not self.k or layer < self.first or spec.softcap is not None:
             return None
@@ -263,7 +263,7 @@ class SpeculativeReference(FullReference):
             of_pages = asks @ coded(tiles.double(), bits, edge).flatten(0, 1).T
             of_pages -= variance.repeat_interleave(geometry.page, 1) / 2
             logits.append(of_pages.masked_fill(seen[head, :known] | (torch.arange(known) <= visible), -torch.inf))
-            # As exactly as modes compute it: its last bit decides what lies halfway between two numbers of 16 bits.
+            # In the precision of the modes: its last bit decides how a value between two 16-bit numbers is rounded.
             pages = self.run.values[layer][head, :known].view(-1, geometry.page, geometry.d_v)
             means = pages.mean(1, dtype=torch.float32)
             values.append(means.to(SIXTEEN[tiles.dtype]).double().repeat_interleave(geometry.page, 0))
@@ -330,7 +330,7 @@ class SyncReference(FullReference):
         return [x for x in wanted if x in dynamic or x in fetched]
 
     def _ranked(self, layer: int, leader: int, query: Tensor) -> list[int]:
-        """Tokens between the sinks and the next step's ring and in its sight, by the last token's attention."""
+        """Tokens between the sinks and the next step's ring, and in its sight, by the last token's attention."""
         toy, total = self.run.toy, len(self.run.ids)
         spec, group = toy.specs[layer], toy.geometry.group
         sight = total - spec.window if spec.window else -1

@@ -1,4 +1,4 @@
-"""``kvchat serve`` in a process of its own, asked by plain HTTP and by OpenAI's client."""
+"""``kvchat serve`` in a separate process, with requests by plain HTTP and by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 @dataclass
 class Served:
-    """A server that runs; ``said`` is its stderr so far."""
+    """A running server; ``said`` are the lines of its stderr so far."""
 
     process: subprocess.Popen[str]
     said: list[str]
@@ -61,7 +61,7 @@ class Served:
         return reply
 
     def sent(self, path: str, body: Any = None, method: str = "", **headers: str) -> http.client.HTTPConnection:
-        """Send a request."""
+        """Send a request; the reply is not read yet."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -69,7 +69,7 @@ class Served:
         return connection
 
     def chat(self, *said: str, **fields: Any) -> Reply:
-        """Ask by messages that alternate between user and assistant."""
+        """Ask with messages that alternate between user and assistant."""
         return self.ask("/v1/chat/completions", {"messages": messages(*said), "temperature": 0, **fields})
 
     def client(self, key: str = "none", retries: int = 0) -> OpenAI:
@@ -88,7 +88,7 @@ def messages(*said: str) -> list[dict[str, str]]:
 def serving(
     folder: Path, *flags: str, fake: bool = False, is_awaited: bool = True, **environment: str
 ) -> Iterator[Served]:
-    """A server with its files in ``folder``, which ends with the block."""
+    """A server with its files in ``folder``, stopped with the block; ``is_awaited`` waits until it is ready."""
     program = [str(FAKE), "serve"] if fake else ["-m", "kvchat", "serve"]
     env = environ(KVCHAT_DATA_DIR=str(folder), KVCHAT_CONFIG=str(folder / "config.toml"), **environment)
     command = [sys.executable, *program, "--port", "0", *flags]

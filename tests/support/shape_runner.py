@@ -1,4 +1,4 @@
-"""Runners over models with random weights, as the benchmarks fill them."""
+"""Runners filled with random K/V, as the benchmarks fill them."""
 
 import torch
 
@@ -9,7 +9,7 @@ from kvchat.kv.modes import build
 
 
 def filled(model, mode, tokens):
-    """A runner with random K/V, in ``mode``."""
+    """A runner with ``tokens`` tokens of random K/V, in ``mode``."""
     runner = ModelRunner(model, build(parsed("streaming", 128), geometry_of(model), traits_of(model)))
     model_shapes.fill(runner.kv, tokens)
     with torch.inference_mode():

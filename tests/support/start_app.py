@@ -1,6 +1,6 @@
-"""The application over a fake engine, as a program: ``start_app.py FOLDER ENGINE``, its files in FOLDER.
+"""The application with a fake engine, as a program: ``start_app.py FOLDER ENGINE``, its files in FOLDER.
 
-A third word, ``resume``, goes on with the latest conversation.
+A third argument ``resume`` reopens the latest conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvchat.tui.app import run
 from kvchat.tui.state import AppConfig
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
-READY = " ready "  # as a pty shows it when the engine is
+READY = " ready "  # on the terminal once the engine is
 
 
 def command(folder: Path, engine: Path = FAKE_ENGINE) -> list[str]:
@@ -24,7 +24,7 @@ def command(folder: Path, engine: Path = FAKE_ENGINE) -> list[str]:
 
 
 if __name__ == "__main__":
-    with suppress(OSError):  # a terminal that controls, as a person's does; tmux has given one already
+    with suppress(OSError):  # a controlling terminal, as users have; tmux has set one already
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     folder = Path(sys.argv[1])
     sys.exit(

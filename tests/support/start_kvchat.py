@@ -1,4 +1,4 @@
-"""``kvchat`` in a terminal that controls it, as a person's does: others tell no change of size."""
+"""``kvchat`` with a controlling terminal, as users have: others report no change of size."""
 
 import fcntl
 import runpy

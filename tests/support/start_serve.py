@@ -1,4 +1,4 @@
-"""``kvchat`` as a program, whose server has the fake engine."""
+"""``kvchat`` as a program whose server uses the fake engine."""
 
 import sys
 from pathlib import Path

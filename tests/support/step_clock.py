@@ -1,4 +1,4 @@
-"""A clock that goes on by what each step of a session reads, and by nothing else."""
+"""A clock that advances only by what each step of a session reads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvchat.kv.ops import cpu_ops
 
 @dataclass(kw_only=True)
 class StepClock:
-    """The time that steps take, in ``steps`` one by one; a subclass says how long one does."""
+    """The time that steps take, in seconds, and each of them in ``steps``; a subclass defines it."""
 
     session: Session
     now: float = 0.0
     steps: list[float] = field(default_factory=list)
 
     def seconds(self, read: float, moved: int) -> float:
-        """The time of a step that attended to ``read`` bytes of K/V, of which ``moved`` were copied to the device."""
+        """Seconds of a step that attended to ``read`` bytes of K/V, of which ``moved`` were copied to the device."""
         raise NotImplementedError
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Self:
@@ -44,5 +44,5 @@ class StepClock:
         monkeypatch.setattr(runner, "step", timed)
         clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
         monkeypatch.setattr(metrics, "time", clock)
-        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops that are compiled beside the suite
+        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops still being compiled in the background
         return self

@@ -1,4 +1,4 @@
-"""Weights as quantized checkpoints store them: the tensors of the files, and the model that they stand for."""
+"""Weights as quantized checkpoints store them: the tensors of the files; the model is rounded to them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ PACKED_4 = {
     },
     "ignore": ["lm_head"],
 }
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # and the same below zero
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # and their negatives
 GROUP = 32
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def write(folder: Path, stored: dict[str, Tensor], section: dict[str, Any]) -> None:
-    """Put ``stored`` in place of a checkpoint's weights, with its ``quantization_config``."""
+    """Replace a checkpoint's weights by ``stored``, with ``section`` as its ``quantization_config``."""
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
     declare(folder, section)
 
 
 def fp8(model: Any, block: int = 32) -> dict[str, Tensor]:
-    """Projections in blocks of so many rows and columns, a mixture's one by one; ``model`` is rounded to them."""
+    """Projections in float8, scaled in blocks of ``block`` squared, experts one by one; rounds ``model`` to them."""
     stored = {}
     for name, parameter in model.named_parameters():
         for place, matrix in _matrices(name, parameter.data):
@@ -54,7 +54,7 @@ def fp8(model: Any, block: int = 32) -> dict[str, Tensor]:
 
 
 def packed_4(model: Any) -> dict[str, Tensor]:
-    """Projections in integers of 4 bits, eight in each of 32; ``model`` is rounded to them."""
+    """Projections in integers of 4 bits, eight per int32; rounds ``model`` to them."""
     stored = {}
     for name, parameter in model.named_parameters():
         stored[name] = parameter.detach().clone()
@@ -72,7 +72,7 @@ def packed_4(model: Any) -> dict[str, Tensor]:
 
 
 def mxfp4(model: Any) -> dict[str, Tensor]:
-    """The experts of a gpt-oss in four bits and a power of two for each 32; ``model`` is rounded to them."""
+    """The experts of a gpt-oss in 4-bit floats with a power of two per 32; rounds ``model`` to them."""
     stored = {}
     for name, parameter in model.named_parameters():
         stored[name] = parameter.detach().clone()
@@ -89,7 +89,7 @@ def mxfp4(model: Any) -> dict[str, Tensor]:
 
 
 def _matrices(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors of the files that hold one of the model, views of ``weight``: a mixture's for each expert."""
+    """Names and views of ``weight`` as the files hold it: the experts of a mixture have tensors of their own."""
     if not name.endswith(STACKS):
         return [(name, weight)]
     where, own = name.rsplit(".", 1)

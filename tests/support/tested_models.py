@@ -1,4 +1,4 @@
-"""Models that passed their own tests once in this process: nine of ten tests that load one are not about that."""
+"""Models that passed their self-test once in this process: nine of ten tests that load one do not test that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ passed: dict[str, Any] = {}
 
 
 def share(loads: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``kvchat.models.load`` find what passed in another test, too."""
+    """Let ``kvchat.models.load`` also find what passed in another test."""
     find, keep = loads.find_tested, loads.keep_tested
 
     def keep_too(key: str, tested: Any) -> None:
@@ -23,7 +23,7 @@ def share(loads: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Forgetful(dict[str, Any]):
-    """For tests of what is tested again."""
+    """Remembers nothing, for tests of the self-test."""
 
     def __setitem__(self, key: str, tested: Any) -> None:
         """Keep nothing."""

@@ -57,7 +57,7 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-MLA = {  # keys and values of a latent vector
+MLA = {  # keys and values from a latent vector
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
@@ -182,7 +182,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 1,
         },
     ),
-    # hybrid: some layers keep a recurrent state, in falcon_h1 all of them beside their K/V
+    # hybrid: some layers keep a recurrent state, in falcon_h1 all of them in addition to their K/V
     "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}),
     "qwen3_next": ("Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT}),
@@ -272,7 +272,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Architectures that keep a recurrent state, of which those in ``STATES`` are one each of a kind of state.
+# Architectures that keep a recurrent state; ``STATES`` has one for each kind of state.
 HYBRID = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granite_hybrid", "nemotron_h", "falcon_h1"),
     *("jamba", "kimi_linear", "bamba", "olmo_hybrid"),
@@ -294,7 +294,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a new model with the same weights at every call; ``changes`` are the config's."""
+    """Return a new model with the same weights at every call; ``changes`` apply to its config."""
     attention_hook.register()
     torch.manual_seed(0)
     asked = config(name, **changes)

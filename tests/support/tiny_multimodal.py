@@ -14,7 +14,7 @@ from kvchat.paths import bundled_model_dir
 
 VOCAB = 8192  # that of the bundled tokenizer
 TEXT = {**COMMON, "vocab_size": VOCAB, "head_dim": 16}
-TOWER = {
+VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -22,8 +22,8 @@ TOWER = {
     "image_size": 16,
     "patch_size": 8,
 }
-QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8}
-QWEN3_TOWER = {**QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8}
+QWEN3_VISION = {**QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
 ERNIE_MOE = {
@@ -33,7 +33,7 @@ ERNIE_MOE = {
     "moe_intermediate_size": [32, 24],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
-SAM_TOWER = {
+SAM_VISION = {
     "model_type": "sam_vision_model",
     "hidden_size": 32,
     "output_channels": 16,
@@ -45,7 +45,7 @@ SAM_TOWER = {
     "global_attn_indexes": [1],
     "window_size": 4,
 }
-HEARING_TOWER = {
+AUDIO = {
     "d_model": 32,
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48,
@@ -59,7 +59,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "Gemma3Config",
         {**TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING},
-        TOWER,
+        VISION,
     ),
     "gemma4": (
         "Gemma4Config",
@@ -74,47 +74,47 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
         },
-        {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+        {**VISION, "num_key_value_heads": 2, "head_dim": 16},
     ),
-    "mistral3": ("Mistral3Config", {**TEXT, "model_type": "ministral3"}, {**TOWER, "model_type": "pixtral"}),
+    "mistral3": ("Mistral3Config", {**TEXT, "model_type": "ministral3"}, {**VISION, "model_type": "pixtral"}),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         {**TEXT, "head_dim": None, "rope_parameters": MROPE},
-        {**QWEN_TOWER, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+        {**QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
     ),
-    "qwen3_vl": ("Qwen3VLConfig", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_TOWER),
-    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**TEXT, "rope_parameters": MROPE, **MOE}, QWEN3_TOWER),
-    "qwen3_5": ("Qwen3_5Config", {**TEXT, **DELTA_NET}, QWEN3_TOWER),
-    "qwen3_5_moe": ("Qwen3_5MoeConfig", {**TEXT, **DELTA_NET, **SHARED_EXPERT}, QWEN3_TOWER),
-    "lfm2_vl": ("Lfm2VlConfig", {**TEXT, "head_dim": None, "model_type": "lfm2", "full_attn_idxs": [1, 3]}, TOWER),
+    "qwen3_vl": ("Qwen3VLConfig", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_VISION),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**TEXT, "rope_parameters": MROPE, **MOE}, QWEN3_VISION),
+    "qwen3_5": ("Qwen3_5Config", {**TEXT, **DELTA_NET}, QWEN3_VISION),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", {**TEXT, **DELTA_NET, **SHARED_EXPERT}, QWEN3_VISION),
+    "lfm2_vl": ("Lfm2VlConfig", {**TEXT, "head_dim": None, "model_type": "lfm2", "full_attn_idxs": [1, 3]}, VISION),
     "video_llama_3": (
         "VideoLlama3Config",
         {**TEXT, "head_dim": None, "model_type": "qwen2"},
-        {key: value for key, value in TOWER.items() if key != "image_size"},
+        {key: value for key, value in VISION.items() if key != "image_size"},
     ),
-    "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
+    "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
     "ernie4_5_vl_moe": (
         "Ernie4_5_VLMoeConfig",
         {**TEXT, **ERNIE_MOE, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 4]}},
-        QWEN_TOWER,
+        QWEN_VISION,
     ),
     "deepseek_vl_hybrid": (
         "DeepseekVLHybridConfig",
         {**TEXT, "model_type": "llama"},
-        {**TOWER, "model_type": "siglip_vision_model"},
+        {**VISION, "model_type": "siglip_vision_model"},
     ),
     "qwen2_audio": ("Qwen2AudioConfig", {**TEXT, "head_dim": None, "model_type": "qwen2"}, {}),
 }
-# Configurations of their other parts
-OTHERS = {"deepseek_vl_hybrid": {"high_res_vision_config": SAM_TOWER}, "qwen2_audio": {"audio_config": HEARING_TOWER}}
+# Configurations of other encoders
+OTHERS = {"deepseek_vl_hybrid": {"high_res_vision_config": SAM_VISION}, "qwen2_audio": {"audio_config": AUDIO}}
 
 
 def config(name: str) -> Any:
     """The configuration of a whole model."""
     class_name, text, vision = CONFIGS[name]
-    towers = ({"vision_config": dict(vision)} if vision else {}) | OTHERS.get(name, {})
+    encoders = ({"vision_config": dict(vision)} if vision else {}) | OTHERS.get(name, {})
     return getattr(transformers, class_name)(
-        text_config={key: value for key, value in text.items() if value is not None}, **towers
+        text_config={key: value for key, value in text.items() if value is not None}, **encoders
     )
 
 
@@ -127,7 +127,7 @@ def fresh(name: str) -> Any:
 
 
 def save(model: Any, folder: Path, **options: Any) -> None:
-    """Write a checkpoint with the bundled tokenizer, by ``options`` of transformers."""
+    """Write a checkpoint with the bundled tokenizer; ``options`` are those of ``save_pretrained``."""
     model.save_pretrained(folder, **options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, folder)

@@ -1,4 +1,4 @@
-"""Model runners over tiny random models, in every mode, and the comparison of two of them step by step."""
+"""Model runners over tiny random models, in every mode, and a step-by-step comparison of two of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMPARED = {
 
 
 class Wordless:
-    """A tokenizer without control tokens, by which every text is empty."""
+    """A tokenizer without control tokens that encodes every text as no tokens."""
 
     added_tokens_decoder: ClassVar[dict[int, object]] = {}
     all_special_ids: ClassVar[list[int]] = []
@@ -67,9 +67,9 @@ def loaded(
     places: Sequence[torch.device] = (),
     **changes: Any,
 ) -> LoadedModel:
-    """Return a tiny random model as ``load_model`` returns one; ``changes`` are its config's.
+    """Return a tiny random model as ``load_model`` returns one; ``changes`` apply to its config.
 
-    Its layers are on ``places``, where there are any.
+    Its layers are on the devices ``places``, one for each layer, if given.
     """
     model = tiny_models.fresh(name, **changes).to(dtype)
     split.move(model, torch.device(device), places)
@@ -82,7 +82,7 @@ def loaded(
 
 
 def speaking(name: str) -> LoadedModel:
-    """A tiny random model with one token a byte."""
+    """A tiny random model with one token per byte."""
     model = loaded(name, vocab_size=byte_tokenizer.SIZE)
     end = byte_tokenizer.SIZE - 1
     return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))

@@ -1,4 +1,4 @@
-"""A model without a model: random q, k and v for every token id, and layers that do not depend on each other."""
+"""A toy model: random q, k and v for every token id, in independent layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = 8192
 
 @dataclass(frozen=True)
 class Toy:
-    """Layers that do not depend on each other: token id -> content of q, k, v ``[layers, heads, ids, d]`` (float64).
+    """Independent layers: token id -> content of q, k, v ``[layers, heads, ids, d]`` (float64).
 
     ``plain`` layers have no window, cap or learned sinks; neighboring ids have similar queries, in some heads more
     than in others, so that a correction threshold flags some heads and not others.
@@ -37,7 +37,7 @@ class Toy:
         return ModelTraits(CONTEXT, self.rotations, None, calibration(self.geometry))
 
     def qkv(self, layer: int, ids: list[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the tokens ``ids``, the first at position ``start``."""
+        """Project the tokens ``ids``, the first at position ``start``, to ``[heads, n, d]`` each."""
         positions = torch.arange(start, start + len(ids))
         q, k, v = (content[layer][:, ids] for content in self.contents)
         both = rotated(torch.cat((q, k)), self.rotations[layer], positions).to(self.geometry.dtype)
@@ -85,7 +85,7 @@ def toy(
     return Toy(geometry, tuple(spec(kind) for kind in kinds), rotations, contents)
 
 
-@lru_cache(maxsize=8)  # neighboring tests ask for the same
+@lru_cache(maxsize=8)  # neighboring tests use the same
 def _contents(
     layers: int, q_heads: int, kv_heads: int, d_k: int, d_v: int, ids: int, seed: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""Weights of models that nobody has."""
+"""Weights of models that exist only as descriptions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvchat.models.weights import LINEAR, Part, Weights
 
 
 def linears(elements: int, dtype: str = "bfloat16", nbytes: int = 0, **fields: Any) -> Weights:
-    """So many elements of square matrices."""
+    """``elements`` elements of square matrices, 16 bits each unless ``nbytes`` is given."""
     size = 4096
     return Weights(nbytes or 2 * elements, dtype, {Part(LINEAR, size, size): elements // size**2}, **fields)
 
 
 def save_headers(config: Any, folder: Path) -> None:
-    """Save a causal language model of transformers' ``config`` in bfloat16, of whose weights there are only headers."""
+    """Save a causal language model of transformers' ``config`` in bfloat16: headers, and weights as a hole."""
     from transformers import AutoModelForCausalLM
 
     config.save_pretrained(folder)

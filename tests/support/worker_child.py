@@ -1,4 +1,4 @@
-"""The engine's server in a thread, spoken to through pipes, and a clock that moves only when told."""
+"""The engine's server in a thread, driven through pipes, and a clock that is advanced by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT = Chat((Turn("user", "hello"),))
 
 
 class Clock:
-    """Moves only when told."""
+    """A clock that is advanced by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Child:
-    """A server in a thread, spoken to through pipes."""
+    """A server in a thread, driven through pipes."""
 
     def __init__(self, loader: FakeLoader | Loader, clock: Callable[[], float]) -> None:
         stdin, self._stdin = os.pipe()
@@ -59,14 +59,14 @@ class Child:
         self.commands.flush()
 
     def until(self, *kinds: type) -> list[wire.Message]:
-        """Events up to and including the first of the given kinds; snapshots only where asked for."""
+        """Events up to and including the first of the given kinds; snapshots only if requested."""
         events = []
         while select.select([self.events], [], [], PATIENCE_S)[0] and (event := read_event(self.events)) is not None:
             if not isinstance(event, Snapshot) or Snapshot in kinds:
                 events.append(event)
             if isinstance(event, kinds):
                 return events
-        raise AssertionError(f"the server said no more after {events}")
+        raise AssertionError(f"the server sent nothing more after {events}")
 
     def close(self) -> None:
         if not self.commands.closed:

@@ -2,11 +2,11 @@
 
 ``pytest --fake-cuda -m cuda`` runs the tests marked ``cuda`` on it, without a GPU. torch's CPU operations and Triton's
 interpreter compute real values. What CUDA refuses is refused: operands on two devices, copies and synchronizations
-during a graph capture, a copy across two segments of pinned memory, products of integer matrices. A capture leaves no
-trace, a replay repeats it on the same memory (``tape``); what nothing wrote to is NaN. Tests can let the device see
-pinned memory at other addresses (``gpu.elsewhere``), limit it (``pinnable``) and its own memory (``total``), and keep
-events from being through (``behind``). Work runs at once, so streams never overlap; instead
-``races`` reports two accesses that no stream, event or wait orders. It measures no speed and compiles no kernel.
+during a graph capture, a copy across two segments of pinned memory, products of integer matrices. A capture has no
+effect, a replay repeats it on the same memory (``tape``); unwritten memory is NaN. Tests can let the device see pinned
+memory at other addresses (``gpu.elsewhere``), limit it (``pinnable``) and the device's own memory (``total``), and keep
+events from completing (``behind``). Work runs immediately, so streams never overlap; instead ``races`` reports two
+accesses that no stream, event or wait orders. It measures no speed and compiles no kernel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     torch.Generator = runtime.Generator
     torch.as_tensor = _with_aliases(torch.as_tensor)
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's class changes where its data do
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter changes its class with its data
     pinned._device_address = gpu.device_address
-    GROWTH_HEADROOM["cuda"] = GROWTH_HEADROOM["cpu"]  # in the interpreter every slot that there is room for costs time
-    runner.MEASURED_TOKENS = 128  # those that a forward of them takes are measured for each runner
+    GROWTH_HEADROOM["cuda"] = GROWTH_HEADROOM["cpu"]  # in the interpreter every allocated slot costs time
+    runner.MEASURED_TOKENS = 128  # a forward of that many is measured for each model
     for module in (bias, dense_attention):
         module.can_use_flash_attention = attention.may_flash
         module.can_use_efficient_attention = attention.may_be_efficient
@@ -53,7 +53,7 @@ def _guard_device() -> None:
     guards = (ctypes.c_void_p * 2).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     guards[1] = guards[1] or guards[0]
     torch._C._ensureCUDADeviceGuardSet()
-    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor copies to the device unseen
+    torch._C._set_only_lift_cpu_tensors(True)  # otherwise torch.tensor copies to the device unnoticed
 
 
 def _with_aliases(as_tensor):
@@ -63,7 +63,7 @@ def _with_aliases(as_tensor):
         if isinstance(data, torch.Tensor) or not hasattr(data, "__cuda_array_interface__"):
             return as_tensor(data, *args, **kwargs)
         alias = gpu.alias(data.__cuda_array_interface__, torch.device(kwargs["device"]))
-        alias.inner.owner = data  # lives as long
+        alias.inner.owner = data  # keeps it alive
         return alias
 
     return seen

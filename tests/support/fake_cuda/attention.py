@@ -1,4 +1,4 @@
-"""What torch computes otherwise on a GPU: attention (the choice of kernel, padding, copies), norms, 4-bit products,
+"""What torch computes differently on a GPU: attention (the choice of kernel, padding, copies), norms, 4-bit products,
 histograms of integers."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _softmax(x, dim, half_to_float) -> Any:
 
 
 def _rms_norm(x, shape, weight, eps) -> tuple:
-    """One kernel, in float32."""
+    """RMS norm by one kernel, in float32."""
     return torch.rms_norm(x.float(), shape, None if weight is None else weight.float(), eps).to(x.dtype), None
 
 
@@ -78,7 +78,7 @@ def _histc(x, bins=100, min=0, max=0) -> torch.Tensor:
     return torch.histc(x.double(), bins, min, max).to(x.dtype)
 
 
-TILE = 8, 128  # rows and columns of 4 bits; the order inside is ours
+TILE = 8, 128  # rows and columns of 4 bits; the order inside is our own
 LEVELS = 16
 
 

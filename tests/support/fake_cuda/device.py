@@ -28,7 +28,7 @@ COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
 INDEXES = ("index", "index_put_", "index_put", "_index_put_impl_")
 # Touch only the rows that their index picks.
 PICKS = ("index_select", "index_copy_", "index_fill_")
-# Made of others, and run as one: torch takes them apart in Python, which was a tenth of a forward.
+# Composed of others but run as one: torch decomposes them in Python, which took a tenth of a forward.
 PRODUCTS = ("linear", "matmul")
 INTEGER_PRODUCTS = (*PRODUCTS, "mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
@@ -142,12 +142,12 @@ class Gpu:
     """State of the fake devices: allocated and pinned memory, streams, the capture in progress.
 
     There are ``count`` of them, each with its own of ``memories`` and ``capabilities``, and ``current`` is the number
-    of a thread's current one. Work goes to the current stream of its operands' device, a kernel's to that of the
-    current device, which alone it may take operands on. No operation but a copy takes them on two.
-    At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
-    has an address of its own, which no other had before. The first device has ``total`` bytes of memory. ``through`` is
-    the number of the last event that each stream has come to, of so many as were ``recorded``: it goes on by
-    ``chance``, not while the device is ``behind``, and at least to those ``waited`` for.
+    of a thread's current one. Work goes to the current stream of its operands' device; a kernel goes to that of the
+    current device, on which all its operands must be. Only a copy takes operands on two devices.
+    At most ``pinnable`` bytes of host memory can be pinned. With ``elsewhere``, as in WSL2, each registration has an
+    address on the device that no other had before. The first device has ``total`` bytes of memory. ``through`` is the
+    number of the last event that each stream has reached, among those ``recorded``: it grows by ``chance``, not while
+    the device is ``behind``, and at least to those ``waited`` for.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Gpu:
         self.impatient = False
         self.hazards: list[str] = []
         self.pinned: dict[int, int] = {}
-        # The last is current: a capture has an order of its own.
+        # The last is current: a capture has its own order.
         self.orders = [races.Order()]
         self.streams: list[Any] = []
         self._holders: Counter[int] = Counter()
@@ -205,7 +205,7 @@ class Gpu:
     def operation(self, func, args: tuple, kwargs: dict) -> Any:
         """Run one of torch's operations and record its accesses."""
         if _is_composed(func) and func.overloadpacket.__name__ not in (*PRODUCTS, *attention.REPLACED):
-            with Everywhere():  # in inference mode it comes before it is taken apart
+            with Everywhere():  # in inference mode it arrives before it is decomposed
                 return func.decompose(*args, **kwargs)
         name, schema = func.overloadpacket.__name__, func._schema
         leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -239,7 +239,7 @@ class Gpu:
         """Run a kernel on ``tensors`` (inner ones); ``run`` returns the addresses it touched.
 
         Raises:
-            Refused: it reaches beyond what is pinned.
+            Refused: it reaches beyond pinned memory.
         """
         touched = run() if self.tape is None else self.tape.kernel(run, tensors)
         accesses = races.of_kernel(touched, tensors)
@@ -249,7 +249,7 @@ class Gpu:
         self.order.launch(self.stream_of(self.current).cuda_stream, name, accesses)
 
     def _pinned_from(self, address: int) -> int:
-        """Bytes from ``address`` on that are pinned side by side."""
+        """Number of contiguous pinned bytes from ``address`` on."""
         end = address
         while end in self.pinned:
             end += self.pinned[end]
@@ -280,7 +280,7 @@ class Gpu:
         if name.startswith(WAITS) or (name in COPIES and not made and waits):
             self.order.host_waits([who])
 
-    def wait(self, what: str, for_whom: list[int] | None = None) -> None:
+    def wait(self, what: str, streams: list[int] | None = None) -> None:
         """Wait on the host for the given streams or all of them.
 
         Raises:
@@ -290,14 +290,14 @@ class Gpu:
             raise Refused(f"operation not permitted when stream is capturing: {what}")
         if self.impatient:
             raise Refused(f"called a synchronizing CUDA operation: {what}")
-        if for_whom is None:
+        if streams is None:
             self.waited = self.recorded
-        for stream in for_whom or ():
+        for stream in streams or ():
             self.through[stream] = self.recorded
-        self.order.host_waits(for_whom)
+        self.order.host_waits(streams)
 
     def go_on(self, stream: int) -> None:
-        """Let a stream come to all events so far, or to some, or to none."""
+        """Let a stream reach all, some or none of the further events recorded so far."""
         before = self.through[stream]
         self.through[stream] = min(self.recorded, self.chance.randint(before, 2 * self.recorded - before))
 
@@ -307,7 +307,7 @@ class Gpu:
             self.wait(name, [])
         if name in COPIES:
             if off or not here:
-                if waits or not off or not all(map(self.addresses, off)):  # else it is queued, also in a capture
+                if waits or not off or not all(map(self.addresses, off)):  # otherwise it is queued, even in a capture
                     self.wait(f"{name} between host and device", [])
                 for tensor in off:
                     self._one_segment(tensor)
@@ -345,7 +345,7 @@ class Gpu:
                 return given[id(value)]
             return OnGpu(value, device) if device.type == "cuda" else value
 
-        # A view is what its base is, an inference tensor or none, whatever the mode it was made in.
+        # A view is an inference tensor if its base is one, whatever mode it was made in.
         bases = [leaf for leaf in operands if isinstance(leaf, OnGpu)]
         is_view = bases and any(r.alias_info is not None for r in schema.returns)
         with torch.inference_mode(bases[0].is_inference()) if is_view else nullcontext():
@@ -375,12 +375,12 @@ class Gpu:
         if not self._holders[address]:
             self._held_by.pop(address).allocated -= -(-size // 512) * 512
             hazard = order.freed(address)
-            # What reuses memory of a capture that has ended is in another graph, which runs behind all of this one.
+            # Memory of a finished capture is reused only in another graph, which runs after all of this one.
             self.hazards += filter(None, [hazard] if order in self.orders else [])
             self._forget(address)  # what a capture made may have been used outside
 
     def _forget(self, address: int) -> None:
-        """Drop the history of an address that another allocation may reuse."""
+        """Drop the accesses to an address that another allocation may reuse."""
         for order in self.orders:
             order.shadows.pop(address, None)
 
@@ -414,7 +414,11 @@ class Gpu:
         )
 
     def alias(self, interface: dict, device: torch.device) -> OnGpu:
-        """Return the device's view of pinned host memory."""
+        """Return the device's view of pinned host memory.
+
+        Raises:
+            Refused: nothing is pinned at this address of the device.
+        """
         (size,), (seen, _) = interface["shape"], interface["data"]
         found = [start for start, shift in self._shifts.items() if start + shift == seen]
         if not found:
@@ -433,12 +437,12 @@ def inner_of(leaf: Any) -> Any:
 
 @functools.cache
 def _is_composed(func) -> bool:
-    """An operation is made of others, which are dispatched in its place."""
+    """Whether an operation is composed of others, which are dispatched in its place."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def leaves_of(operands: Any) -> Iterator[Any]:
-    """What stands in (nested) operands: torch's pytree, at a fraction of its time."""
+    """The leaves of nested operands, as of torch's pytree, in a fraction of its time."""
     if isinstance(operands, list | tuple):
         for each in operands:
             yield from leaves_of(each)

@@ -1,4 +1,4 @@
-"""Triton kernels on the fake CUDA device: interpreted, with every address that they load and kv recorded."""
+"""Triton kernels on the fake CUDA device: interpreted, with every address that they load and store recorded."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def install() -> None:
 
     interpreter.GridExecutor.__call__ = call
     interpreter._interpreter = loads_and_stores = races.Interpreter(interpreter._interpreter)
-    recall.measured_ctas = lambda device: recall.DEFAULT_CTAS  # nothing to be measured
+    recall.measured_ctas = lambda device: recall.DEFAULT_CTAS  # nothing to measure
     _replace_large_fused_kernels()
     is_plain = modules.is_plain
     modules.is_plain = lambda module: is_plain(module) or _is_plain(module)
 
 
 def _is_plain(module) -> bool:
-    """A Linear of unquantized weights; its parameters are of no class of their own here."""
+    """Whether it is a Linear with unquantized weights; here parameters are ``OnGpu``, not of a class of their own."""
     own = type(module) is nn.Linear and "forward" not in module.__dict__
     return own and type(module.weight) is OnGpu and module.weight.is_floating_point()
 

@@ -6,7 +6,7 @@ that touches what another stream wrote, or writes what another stream read, must
 must have waited for all other users. Triton's interpreter reports a kernel's accesses to the byte; an operation of
 torch counts as touching its whole operands, except for the rows that an index selects.
 
-Retires once a GPU runs the tests: ``TORCH_CUDA_SANITIZER=1`` then reports the same races.
+Can be deleted once a GPU runs the tests: ``TORCH_CUDA_SANITIZER=1`` then reports the same races.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Access:
 
     @property
     def end(self) -> int:
-        """The offset behind the last byte."""
+        """The offset after the last byte."""
         return self.bytes.stop if isinstance(self.bytes, slice) else int(self.bytes.max(initial=-1)) + 1
 
 
@@ -73,9 +73,9 @@ class Order:
 
     # ---- waits
 
-    def waits(self, who: object, for_whom: object) -> None:
-        """Order later work of ``who`` after all work of ``for_whom``."""
-        self.reaches(who, self.now(for_whom))
+    def waits(self, who: object, other: object) -> None:
+        """Order later work of ``who`` after all work of ``other``."""
+        self.reaches(who, self.now(other))
 
     def now(self, who: object) -> Clock:
         """Return the clock at which all work of ``who`` is done."""
@@ -89,9 +89,9 @@ class Order:
         for other, number in clock.items():
             mine[other] = max(mine.get(other, 0), number)
 
-    def host_waits(self, for_whom: Iterable[object] | None = None) -> None:
+    def host_waits(self, streams: Iterable[object] | None = None) -> None:
         """Wait on the host for the given streams or all of them; later launches are ordered after their work."""
-        for each in list(self._last) if for_whom is None else for_whom:
+        for each in list(self._last) if streams is None else streams:
             self.waits(HOST, each)
 
     def unjoined(self, origin: object) -> list[object]:

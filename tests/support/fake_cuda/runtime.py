@@ -47,9 +47,9 @@ class Stream:
 
 
 class Event:
-    """An event; it measures whether there was work, not its time. One of a capture is recorded when that is replayed.
+    """An event; it measures whether there was work, not its time. A replay records the external ones of its capture.
 
-    When the device gets to one is chance: until then it may be asked any number of times.
+    When the device reaches it is random: until then it can be queried any number of times.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Event:
     ) -> None:
         self.enable_timing, self.external = enable_timing, external
         self.clock: races.Clock = {}
-        self.number, self.stream = 0, 0  # of its last recording, of all
+        self.number, self.stream = 0, 0  # of its last recording, among those of all events
         self.device: torch.device | None = None  # the first that it was recorded on
 
     @property
@@ -81,7 +81,7 @@ class Event:
             gpu.tape.events.append(self)
 
     def record_again(self, stream: Stream) -> None:
-        """As a replay on ``stream`` does of the graph that holds it."""
+        """Record it as a replay of its graph on ``stream`` does."""
         self.stream = stream.cuda_stream
         self.clock = gpu.order.now(self.stream)
         gpu.recorded = self.number = gpu.recorded + 1
@@ -115,7 +115,7 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: Tape | None = None
-        self.device = 0  # replays go to its current stream, whichever device is current
+        self.device = 0  # replays run on its current stream, whichever device is current
         self.order = races.Order()
 
     def replay(self) -> None:
@@ -140,8 +140,8 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
         with stream or Stream() as origin:
             graph.device = origin.device.index
             yield
-            if left := gpu.order.unjoined(origin.cuda_stream):
-                raise Refused(f"capturing stream has unjoined work: {left}")
+            if unjoined := gpu.order.unjoined(origin.cuda_stream):
+                raise Refused(f"capturing stream has unjoined work: {unjoined}")
     finally:
         gpu.tape = None
         gpu.orders.pop()
@@ -149,8 +149,8 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
     graph.tape = tape
 
 
-class On:
-    """``torch.cuda.device``, which may be entered again."""
+class CurrentDevice:
+    """``torch.cuda.device``, which can be entered repeatedly."""
 
     def __init__(self, device: Any = None) -> None:
         self.number = number_of(device)
@@ -163,7 +163,7 @@ class On:
 
 
 def number_of(device: Any) -> int:
-    """The number of a device, in any form that torch takes; of none that of the current one."""
+    """The number of a device in any form that torch accepts; without one, that of the current device."""
     if isinstance(device, torch.Tensor):
         return device.device.index or 0
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
@@ -231,8 +231,8 @@ def replaced() -> dict[str, Any]:
         "current_stream": lambda device=None: gpu.stream_of(number_of(device)),
         "set_stream": lambda stream: None,
         "stream": lambda stream: stream,
-        "device": On,
-        "device_of": On,
+        "device": CurrentDevice,
+        "device_of": CurrentDevice,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,

@@ -1,7 +1,7 @@
-"""The tape that serves as a captured CUDA graph: operations and kernels, replayed on the memory they were captured on.
+"""A tape that acts as a captured CUDA graph: operations and kernels, replayed on the memory they were captured on.
 
-``Tape`` serves the fake CUDA device. ``TapeRecorder`` puts it in the place of ``CudaRecorder`` on a plain CPU, for
-tests that compare steps by graph with eager steps and need no device.
+The fake CUDA device uses ``Tape``. ``TapeRecorder`` puts it in place of ``CudaRecorder`` on a plain CPU, for tests that
+compare graphed steps with eager ones and need no device.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-# What needs an answer from the device, or gives an answer whose shape does.
+# Operations whose result, or its shape, must be known on the host.
 WAITS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero", "bincount")
-# torch.tensor(...) and indexing by a list: a copy to the device.
+# torch.tensor(...) and indexing with a list: copies to the device.
 UPLOADS = ("lift_fresh",)
-# What they return holds what another allocation left there.
+# Their results contain what earlier allocations left there.
 UNWRITTEN = [f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")]
 
 
 class Tape:
     """What was launched during a capture.
 
-    Like a graph it holds memory, not names: a replay reads and writes the tensors of the capture. A capture must leave
-    no trace, so everything that it writes is saved first and put back by ``undo``.
+    Like a graph it refers to memory, not to names: a replay reads and writes the tensors of the capture. A capture must
+    have no effect, so everything that it writes is saved first and restored by ``undo``.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Tape:
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._allocated: set[int] = set()
         self._made: list[torch.Tensor] = []
-        self.events: list[Any] = []  # that a replay records
+        self.events: list[Any] = []  # recorded by a replay
 
     @property
     def written(self) -> set[int]:
@@ -66,7 +66,7 @@ class Tape:
         return run()
 
     def undo(self) -> None:
-        """Put back what was written and was there before; what the capture made, another may go on from."""
+        """Restore what existed before the capture; what it allocated may be input to another capture."""
         with _disable_current_modes():  # no GPU does this: memory must not run out in it
             for address in self.written:
                 storage, before = self._before[address]
@@ -74,7 +74,7 @@ class Tape:
         self._before.clear()
 
     def replay(self) -> None:
-        """Run everything again on the same memory; what the capture made, another graph may have used since."""
+        """Run everything again on the same memory; another graph may have reused what the capture allocated."""
         with torch.inference_mode(), _disable_current_modes():
             for made in self._made:
                 poison(made)
@@ -88,7 +88,7 @@ class Tape:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill memory with what nothing that was computed can be taken for."""
+    """Fill memory with values that cannot be mistaken for results."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     elif tensor.dtype is not torch.bool:
@@ -139,7 +139,7 @@ class TapeRecorder:
     """A ``Recorder`` for the CPU; ``recorded`` and ``played`` count captures and replays.
 
     ``buffers`` returns the tensors that a step may change. A step that changes another one fails: the key of its graph
-    would not tell when that tensor moves.
+    would not change if that tensor moved.
     """
 
     def __init__(self, buffers: Callable[[], list[torch.Tensor]]) -> None:

@@ -1,12 +1,12 @@
-"""Imported by a Python that is started with this folder first on its path: takes from it what only Linux has.
+"""Imported by a Python that starts with this folder first on its path: hides what only Linux has.
 
-``/proc`` and ``/sys`` are not there, and neither are Linux's own calls and constants; ``sys.platform`` is a Mac's. So
-code that needs any of them fails here as it would there. What the libraries ask a real Mac for is there already.
+``/proc``, ``/sys`` and Linux's own calls and constants are missing, and ``sys.platform`` is a Mac's. So code that needs
+any of them fails as it would on a Mac. What libraries ask a real Mac for is imported or replaced before that.
 """
 
 from __future__ import annotations
 
-import asyncio  # noqa: F401  # these ask a Mac for what is not here, while they are imported
+import asyncio  # noqa: F401  # on a Mac, importing these needs what Linux lacks
 import builtins
 import ctypes.util  # noqa: F401
 import errno
@@ -33,13 +33,13 @@ LINUX = {
 }
 
 
-def is_gone(path: Any) -> bool:
+def is_hidden(path: Any) -> bool:
     return not isinstance(path, int) and os.fsdecode(path).startswith(("/proc", "/sys/"))
 
 
 def without_system_files(call: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        if is_gone(path):
+        if is_hidden(path):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
         return call(path, *args, **kwargs)
 
@@ -57,7 +57,7 @@ psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**34)
 psutil.Process = lambda: types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=2**29))
 sys.modules["_scproxy"] = types.ModuleType("_scproxy")
 sys.modules["_scproxy"]._get_proxy_settings = sys.modules["_scproxy"]._get_proxies = dict  # type: ignore[attr-defined]
-sys.modules["numba"] = None  # type: ignore[assignment]  # it would compile every loop anew, without OpenMP
+sys.modules["numba"] = None  # type: ignore[assignment]  # it would compile every loop again, without OpenMP
 sysconfig.get_config_vars()
 platform.uname()
 sys.platform = "darwin"
