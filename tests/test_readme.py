@@ -90,7 +90,7 @@ def test_the_python_example_runs(capsys):
 
 @pytest.mark.slow("the bundled model answers five times")
 def test_the_bundled_model_answers_as_in_the_transcript():
-    told, noted, between, asked, answered = (
+    fact, reply, between, question, recalled = (
         re.search(r"```text\n(.*?)```", TEXTS[FRONT], re.DOTALL).group(1).splitlines()
     )
     assert "three stories" in between
@@ -98,6 +98,6 @@ def test_the_bundled_model_answers_as_in_the_transcript():
     sampling = Sampling(temperature=0, max_new_tokens=200)
     answers = [
         "".join(session.chat(text, sampling)).strip()
-        for text in (told[2:], *(f"Tell me a story about {what}." for what in STORIES), asked[2:])
+        for text in (fact[2:], *(f"Tell me a story about {what}." for what in STORIES), question[2:])
     ]
-    assert (answers[0], answers[-1]) == (noted.strip(), answered.strip())
+    assert (answers[0], answers[-1]) == (reply.strip(), recalled.strip())
