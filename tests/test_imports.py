@@ -193,7 +193,7 @@ def test_only_the_registry_names_modes():
 
 
 def unassigned(tree: ast.AST) -> Iterator[str]:
-    """The private attributes that a class declares but never assigns, as one half of a split class does."""
+    """The private attributes that a class declares without a value, as one half of a split class does."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.decorator_list:
             for line in node.body:

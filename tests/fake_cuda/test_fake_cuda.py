@@ -346,7 +346,7 @@ def test_an_answer_continues_when_pinning_fails_and_graphs_return(monkeypatch):
     assert held.items() <= gpu.pinned.items(), "pinned memory stays pinned"
     full, stored = host.capacity, one.kv.total
     monkeypatch.setattr(gpu, "pinnable", 2**40)
-    prefilled(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as slow steps would
+    prefilled(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as steps would, but faster
     assert host.capacity == full
     while host.capacity == full:
         one.step(next(tokens))

@@ -10,8 +10,8 @@ from support.grids import WHOLE
 from support.memory_faults import PLACES
 
 ROOT = Path(__file__).parents[2]
-# The long form adds freeze by the paper's rules, which differ in numbers, methods for comparison, more hybrid models,
-# whose graphs ``test_graphs`` compares on a CPU, and pinned messages in every mode.
+# The long form adds freeze by the paper's rules (other numbers), comparison modes, more hybrid models (``test_graphs``
+# compares their graphs on a CPU), and pinned messages in every mode.
 SHORT = (
     "change_no_bit and dtype0 and not (paper or reuse or quest or raas or h2o or falcon or lfm2 or granite)"
     " or staged and not gemma or the_cpu and not (gemma or joined and 1.0)"
