@@ -296,7 +296,7 @@ def test_measurements_apply_only_to_their_own_gpu(nvml):
         (Measured(read=3000.0, to_host=50.0), None),
     ],
 )
-def test_the_link_rate_is_that_of_recall_or_of_a_copy(measured, rate):
+def test_the_link_rate_comes_from_recall_or_a_copy(measured, rate):
     assert measured.link_bytes_per_s == rate
 
 

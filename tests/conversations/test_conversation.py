@@ -254,7 +254,7 @@ def test_an_unclosed_fence_is_text_and_hides_no_later_file():
     assert found[1].label == "[b · 5 B]"
 
 
-def test_files_fold_to_labels_and_the_title_omits_them():
+def test_attached_files_are_folded_to_labels():
     question = f"{attachments.fenced('a.txt', 'x' * 2048)}\n\n{attachments.fenced('b', 'y')}\n\nCompare them"
     assert attachments.folded(question) == "[a.txt · 2.0 KiB]\n[b · 2 B]\nCompare them"
     assert attachments.folded("\nno file\n") == "\nno file\n"

@@ -203,7 +203,7 @@ def switches_at(*places: int) -> list[ModeChange]:
         ("", "the begin", "the begin"),
     ],
 )
-def test_marks_follow_the_current_word_outside_code_and_tables(before, after, drawn):
+def test_marks_follow_the_current_word_and_keep_markdown_intact(before, after, drawn):
     assert with_marks(before + after, switches_at(len(before)), is_over=True) == drawn
 
 

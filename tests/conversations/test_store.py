@@ -415,7 +415,7 @@ def test_a_newer_database_is_rejected_and_unchanged(store, path):
     assert store.latest().title == "one"
 
 
-def test_a_path_below_a_file_is_rejected_and_memory_needs_none(tmp_path):
+def test_the_store_needs_a_valid_path_or_none(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened"):
         ConversationStore(tmp_path / "file" / "chats.db")
@@ -469,7 +469,7 @@ def test_kv_files_are_deleted_and_restored_with_their_conversation(store, path, 
     assert not aside.exists()
 
 
-def test_kv_files_of_empty_conversations_are_deleted_at_the_next_start(store, path):
+def test_kv_files_of_empty_conversations_are_deleted_on_start(store, path):
     kept, withdrawn = saved(store, "Hello"), Conversation()
     withdrawn.ask("Never mind.")
     keep(store, withdrawn)
