@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 TOOLS = "tools"  # the template variable that contains the tools
 # transformers' model type whose calls are written like those of a template with this tag.
 WRITTEN_AS = {"<function=": "qwen3_5", "<tool_call>": "qwen3", "<|tool_call>": "gemma4"}
+ASKED, CALLED = "kvchat-asked", "kvchat_called"  # a question and the tool that answers it, to test a template with
+PROBE_CALL: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": ASKED},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "kvchat123", "type": "function", "function": {"name": CALLED, "arguments": {"x": "y"}}}],
+    },
+)
 
 
 class ChatTemplate:
@@ -39,6 +48,9 @@ class ChatTemplate:
         Raises:
             Exception: whatever the template raises.
         """
+        return self._render(self.source, messages, clock)
+
+    def _render(self, source: str, messages: Sequence[Mapping[str, Any]], clock: datetime) -> str:
         given = {
             **self._tokenizer.special_tokens_map,
             TOOLS: None,
@@ -48,7 +60,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             "strftime_now": clock.strftime,
         }
-        return self._compiled().render(given)
+        return _compiled(source).render(given)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -59,7 +71,8 @@ class ChatTemplate:
     def calls(self) -> str:
         """How the model calls tools: transformers' response template as JSON; empty if unknown or there are no tools.
 
-        It is the tokenizer's own, or that of models whose templates write calls between the same tags.
+        It is the tokenizer's own, or that of models whose templates write calls between the same tags. Other templates
+        write another form between them: GLM's name and arguments are no JSON.
         """
         source = self._source([])
         if TOOLS not in self._names(source):
@@ -70,7 +83,21 @@ class ChatTemplate:
             return ""
         like = next((kind for tag, kind in WRITTEN_AS.items() if tag in source), "")
         found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=like)))
-        return json.dumps(found) if found else ""
+        return json.dumps(found) if found and self._is_written(source, found) else ""
+
+    def _is_written(self, source: str, form: dict[str, Any]) -> bool:
+        """True if the template's own call has this ``form``, or if it writes none."""
+        from transformers.utils.chat_parsing import parse_response
+
+        try:
+            written = self._render(source, PROBE_CALL, datetime.now()).rpartition(ASKED)[2]
+        except Exception:  # noqa: BLE001  # templates raise anything
+            return True
+        try:
+            calls = parse_response(written, form, prefix="").get("tool_calls") or ()
+        except ValueError:
+            calls = ()
+        return CALLED not in written or any(CALLED in str(call) for call in calls)
 
     @property
     def source(self) -> str:
@@ -78,16 +105,17 @@ class ChatTemplate:
         return self._source(self._variables.get(TOOLS))
 
     def _names(self, source: str) -> set[str]:
-        environment = self._compiled().environment
+        environment = _compiled(source).environment
         known: set[str] = meta.find_undeclared_variables(environment.parse(source))
         known.difference_update(self._tokenizer.special_tokens_map, environment.globals)
         return known
 
-    def _compiled(self) -> Template:
-        # Not apply_chat_template, which would give the template the current time. Seen in transformers 5.23.
-        compiled: Template = chat_template_utils._compile_jinja_template(self.source)
-        return compiled
-
     def _source(self, tools: Any) -> str:
         source: str = self._tokenizer.get_chat_template(tools=tools)
         return unmarked(source)
+
+
+def _compiled(source: str) -> Template:
+    # Not apply_chat_template, which would give the template the current time. Seen in transformers 5.23.
+    compiled: Template = chat_template_utils._compile_jinja_template(source)
+    return compiled

@@ -102,6 +102,27 @@ def test_of_templates_with_names_the_one_for_tools_is_taken_where_there_are_tool
     assert ChatTemplate(tokenizer).calls == ChatTemplate(tokenizer, given).calls != ""
 
 
+ONE_CALL = (
+    "{{ tools and '<tool_call>' }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "%s{% endfor %}{% endfor %}"
+)
+AS_JSON = "<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>"
+AS_TAGS = (
+    "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}\n"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+)
+OTHER_TAGS = "<seed:tool_call><function={{ c.function.name }}></function></seed:tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("call", "is_known"), [(AS_JSON, True), (AS_TAGS, False), (OTHER_TAGS, False), ("", True), ("{{ 1 / 0 }}", True)]
+)
+def test_calls_that_a_template_writes_in_another_form_are_not_taken_for_known(tokenizer, call, is_known):
+    """They would stay text, and nobody would run them; templates that write none are known by their tags."""
+    tokenizer.chat_template = ONE_CALL.replace("%s", call)
+    assert bool(ChatTemplate(tokenizer).calls) == is_known
+
+
 def test_variables_are_json_or_text():
     args = ["a=true", "b=False", "c=3", 'd=["x"]', "e=low", "f=", "g=1=2"]
     assert parse_args(args) == {"a": True, "b": False, "c": 3, "d": ["x"], "e": "low", "f": "", "g": "1=2"}
