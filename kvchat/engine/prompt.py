@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # role of a single turn that is the whole prompt and is not rendered by the template
+REASONING = "reasoning_content"  # field of a message whose thought came beside its text
 NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
 # A Unicode noncharacter like ``ESCAPE``: never found in real text, and removed from all input.
 GUARD = "\ufdd1"  # protects the outer white space of an answer: a template that trimmed it would prevent reuse
@@ -213,6 +214,7 @@ class PromptEncoder:
         """
         if is_text(turns):
             return self._leading_bos() + _cleaned(turns[0].content)
+        turns = [self._with_thought(turn, turn is turns[-1]) for turn in turns]
         _check(turns)
         write = Edges().insert if edges else str
         if turns[-1].role == "assistant":
@@ -232,7 +234,7 @@ class PromptEncoder:
     @property
     def thought_tags(self) -> tuple[str, ...]:
         """Return the tags that begin a thought, derived from the end tags at which the template splits answers."""
-        ends = _SPLIT_AT.findall(self._template.source if self._tokenizer.chat_template else "")
+        ends = _SPLIT_AT.findall(self._template_source)
         return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
 
     def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
@@ -245,6 +247,22 @@ class PromptEncoder:
         return end_of(end[-len(tag) :])
 
     # ---- text -----------------------------------------------------------------------------------
+
+    def _with_thought(self, turn: Turn, is_last: bool) -> Turn:
+        """Return an answer with the thought beside it written into it, unless the template reads that field itself.
+
+        Qwen3's and Gemma 4's write it otherwise before a tool call. The last answer is continued, and not rendered.
+        """
+        more = json.loads(turn.more or "{}")
+        thought = more.pop(REASONING, "")
+        if not thought or (REASONING in self._template_source and not is_last):
+            return turn
+        written = "\n\n".join(filter(None, (f"{TAGS[0]}\n{thought}\n{end_of(TAGS[0])}", turn.content)))
+        return replace(turn, content=written, more=json.dumps(more) if more else "")
+
+    @property
+    def _template_source(self) -> str:
+        return self._template.source if self._tokenizer.chat_template else ""
 
     def _render_history(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
         if not self._tokenizer.chat_template:

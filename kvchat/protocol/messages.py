@@ -43,8 +43,8 @@ class Turn:
         pinned: True if every mode reads it.
         at: when it was written, in seconds since the epoch, 0 if unknown; chat templates get the first turn's time.
         thought: the tag that ends the thought before an answer, "" without one.
-        more: further fields for the chat template as a JSON object, "" for none: tool calls, or the id of the call
-            that is answered.
+        more: further fields for the chat template as a JSON object, "" for none: a thought beside the text, tool
+            calls, or the id of the call that is answered.
     """
 
     role: str

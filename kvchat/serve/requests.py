@@ -27,7 +27,6 @@ from kvchat.config.schema import SamplingSettings
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn, Variant, parse_args
 from kvchat.serve.refusals import invalid, of_body
-from kvchat.thoughts import TAGS, end_of
 
 UNLIMITED = -1  # tokens; LM Studio's clients send it
 MINUS_ONE = {"top_k": 0, "seed": None}  # the meaning of -1, as in vLLM and llama.cpp
@@ -171,14 +170,16 @@ class Message(Body):
         return self
 
     def turn(self) -> Turn:
-        """Return the message for the engine, with its thought before the content in tags, as a model writes it."""
-        told = self.reasoning_content or self.reasoning
-        thought = f"{TAGS[0]}\n{told}\n{end_of(TAGS[0])}\n\n" if told else ""
-        calls = [call.for_template() for call in self.tool_calls or ()]
-        more: dict[str, Any] = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        """Return the message for the engine, with what the chat template gets besides its text."""
+        more: dict[str, Any] = {
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()],
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+        }
         more = {name: value for name, value in more.items() if value}
         role = "system" if self.role == "developer" else self.role
-        return Turn(role, thought + self.content, more=json.dumps(more) if more else "")
+        return Turn(role, self.content, more=json.dumps(more) if more else "")
 
 
 class KvchatFields(Body):

@@ -1,3 +1,4 @@
+import json
 from datetime import datetime
 
 import pytest
@@ -466,6 +467,39 @@ def test_of_answers_in_parts_a_template_is_given_what_is_said():
     assert encoder.render([user("Hi"), assistant("<think>Say")]) == thinks
     assert encoder.render([user("Hi"), assistant("")]) == asked
     assert encoder.turn_end == set()
+
+
+# As Qwen3's: what comes before a call depends on whether anything was said after the thought.
+AGENT = (
+    "{% for m in messages %}{% set said = m.content %}{% set thought = m.reasoning_content %}"
+    "{% if not thought %}{% set thought = said.split('</think>')[0] %}{% set said = said.split('</think>')[-1] %}"
+    "{% endif %}{{ '<|' + m.role + '|>\n' }}{% if m.tool_calls %}{{ '<think>' + thought + '</think>\n\n' }}"
+    "{% endif %}{{ said.lstrip('\n') }}{% if m.tool_calls %}{{ '\n' if said else '' }}<tool_call>{% endif %}"
+    "{{ '<|end|>' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("said", ["", "I look it up."])
+def test_a_thought_beside_an_answer_is_written_by_the_template_that_reads_it(tokenizer, said):
+    encoder = with_template(tokenizer, AGENT)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    more = {"reasoning_content": "They <|end|> ask.", "tool_calls": [call]}
+    result = Turn("tool", "Sunny.", more=json.dumps({"tool_call_id": "1"}))
+    turns = [user("Hi"), Turn("assistant", said, more=json.dumps(more)), result]
+    messages = [{"role": turn.role, "content": turn.content, **json.loads(turn.more or "{}")} for turn in turns]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert encoder.render(turns).replace(ESCAPE, "") == expected
+    ids = encoder.encode(turns, Stored()).ids
+    assert tokenizer.decode(ids).count("<|end|>") == 4, "one is spelled out"
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 3
+
+
+@pytest.mark.parametrize(("said", "written"), [("Paris.", "</think>\n\nParis."), ("", "</think>")])
+def test_a_thought_beside_an_answer_is_written_as_a_model_does_where_the_template_reads_none(encoder, said, written):
+    answer = Turn("assistant", said, more='{"reasoning_content": "They ask."}')
+    inline = assistant(f"<think>\nThey ask.\n{written}")
+    assert encoder.render([user("Hi"), answer, user("And?")]) == encoder.render([user("Hi"), inline, user("And?")])
+    assert encoder.render([user("Hi"), answer]).endswith(inline.content), "it is continued"
 
 
 CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + BARE + "<|assistant|>"

@@ -147,7 +147,7 @@ def test_a_returned_thought_is_passed_to_the_template(fields):
     request = ChatRequest.model_validate({"messages": [*messages("Where?"), reply, *messages("Sure?")]})
     turns = request.turns(Defaults(system="Be brief."))
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
-    assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
+    assert (turns[2].content, json.loads(turns[2].more)) == ("Paris.", {"reasoning_content": "They ask."})
 
 
 @pytest.mark.parametrize(
