@@ -54,9 +54,9 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 GPT2 = (_GPT2,)
 DIGITS = (r"\p{N}", _GPT2)
 _OF_LLAMA3 = "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"
-WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # a piece that is a token is not built from merges
+WHOLE_PIECES = {*_OF_LLAMA3, "tekken", "minicpm5"}  # a piece that is a token is not built from merges
 # By default a text begins with "bos".
-BEGIN = {*WHOLE_PIECES, "chameleon"}
+BEGIN = {*_OF_LLAMA3, "tekken", "chameleon"}
 
 
 def _words(numbers: str, letters: str = r"\p{L}", marks: str = _MARKS) -> str:
@@ -92,6 +92,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDINGS}",
     ),
+    "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
     "seed-coder": (_words(r"\p{N}", marks=r" ?[^\s\p{L}\p{N}\r\n]+"),),
     "tekken": (rf"{_MARK}{_UPPER}*{_LOWER}+|{_MARK}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHED}|{_ENDINGS}",),
     **dict.fromkeys(

@@ -289,6 +289,7 @@ def test_unknown_pre_tokenizers_are_noted(pre, named):
         ("llama-bpe", ["a", " ", " ", "12", " b"]),
         ("qwen2", ["a", " ", " ", "1", "2", " b"]),
         ("deepseek-v3", ["a", "  ", "12", " b"]),
+        ("minicpm5", ["a", "  ", "12", " b"]),
     ],
 )
 def test_texts_are_split_as_in_llama_cpp(pre, pieces):
