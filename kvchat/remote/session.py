@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import httpx2
 import openai
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
 
 from kvchat.errors import INSTEAD, ContextFullError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
@@ -211,6 +212,9 @@ class RemoteSession:
             async with asyncio.timeout(SILENCE_S):  # otherwise the library retries twice after each silence
                 stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
+                if stream.response.headers.get("content-type", "").startswith("application/json"):
+                    await stream.response.aread()
+                    frames.put(_whole(stream.response))  # some servers never stream
                 async for frame in stream:
                     frames.put(frame)
             frames.put(OVER)
@@ -332,6 +336,20 @@ class RemoteSession:
         with suppress(TimeoutError):
             self._loop.run(asyncio.wait_for(self._http.aclose(), CLOSE_S))
         self._loop.close()
+
+
+def _whole(reply: Any) -> ChatCompletionChunk:
+    """Return the only frame of an answer that a server sends in one piece.
+
+    Raises:
+        openai.APIError: it is an error, which LM Studio sends with the status of an answer.
+        ValueError, TypeError, KeyError, AttributeError: it is not an answer.
+    """
+    answer = reply.json()
+    if servers.words_of(answer):
+        raise openai.APIError("", reply.request, body=answer)
+    choices = [{**choice, "delta": choice["message"]} for choice in answer["choices"]]
+    return ChatCompletionChunk.construct(**answer | {"choices": choices})
 
 
 def explained(error: Exception, address: Address, model: str, has_begun: bool) -> KvchatError:

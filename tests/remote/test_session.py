@@ -53,6 +53,21 @@ def test_reasoning_is_the_thought_even_without_an_answer(serve, connect, field):
     assert thoughts.split(finished.text, ending=finished.reason) == ("Hm.", "")
 
 
+def test_unstreamed_answers_are_accepted(serve, connect):
+    """Some servers never stream."""
+    message = {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    whole = {**usage(11, 2), "object": "chat.completion", "choices": [choice]}
+    started, *texts, finished = asked(connect(serve(frames=whole).url))
+    assert isinstance(started, Started)
+    assert thoughts.split(said(texts)) == ("Hm.", "Hello.")
+    assert (finished.reason, finished.stats.prompt_tokens, finished.stats.generated_tokens) == ("eos", 11, 2)
+    with pytest.raises(EngineError, match="invalid answer"):
+        asked(connect(serve(frames={"answer": "Hello."}).url))
+    with pytest.raises(EngineError, match="Vision add-on"):
+        asked(connect(serve(frames={"error": {"message": "Vision add-on is not loaded"}}).url))
+
+
 def test_reused_tokens_are_counted(serve, connect):
     session = connect(serve(frames=[*HELLO[:-1], usage(11, 2, cached=8)]).url)
     *_, finished = asked(session)

@@ -84,11 +84,14 @@ KINDS: dict[str, dict[str, Body]] = {
 
 
 class FakeServer(ThreadingHTTPServer):
-    """``frames`` are objects, raw lines, ``BREAK`` or ``WAIT``; a ``status`` other than 200 sends ``error``."""
+    """``frames`` are objects, raw lines, ``BREAK`` or ``WAIT``; a ``status`` other than 200 sends ``error``.
+
+    A single body instead of a list of frames is an answer in one piece.
+    """
 
     daemon_threads = True
 
-    def __init__(self, kind: str = "vLLM", frames: Sequence[Any] = HELLO) -> None:
+    def __init__(self, kind: str = "vLLM", frames: Sequence[Any] | dict[str, Any] = HELLO) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.routes: dict[str, Body] = dict(KINDS[kind])
         self.frames = frames
@@ -136,6 +139,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status != 200:
             self._reply(self.server.status, self.server.error)
             return
+        if isinstance(self.server.frames, dict):
+            self._reply(200, self.server.frames)
+            return
         if self.server.frames[0] is WAIT:  # llama-server sends its headers with the first frame
             self._wait()
             return
@@ -174,6 +180,7 @@ class Handler(BaseHTTPRequestHandler):
     def _reply(self, status: int, body: Body) -> None:
         text = body if isinstance(body, str) else json.dumps(body)
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text.encode())))
         if self.server.location:
             self.send_header("Location", self.server.location)
