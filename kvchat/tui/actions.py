@@ -346,7 +346,7 @@ ACTIONS = (
            doc="in the settings: reset the chosen one to its default"),
     Action(id="settings.save", keys="ctrl+s", action="save", scope="settings", hint="save to file",
            doc="in the settings: save the changes to config.toml"),
-    Action(id="settings.close", keys="escape", action="leave", scope="settings", hint="leave",
+    Action(id="settings.close", keys="escape", action="leave", scope="settings", hint="close",
            doc="in the settings: cancel the edit, else close"),
     Action(id="compare.write", keys="w", action="write", scope="compare", hint="write to files",
            doc="in a comparison: write it to files, as Markdown and as JSON"),

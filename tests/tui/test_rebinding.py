@@ -176,7 +176,7 @@ async def test_rebound_screen_keys_work_and_are_hinted(running, config):
         await until(lambda: app.screen is app.chat)
         press(app, "f2")
         await until(lambda: opened(app, SettingsScreen) and " ⏎ change  F12 default " in hints(app))
-        assert hints(app).endswith("^G leave ")
+        assert hints(app).endswith("^G close ")
         press(app, "ctrl+g", "shift+f7")
         await until(lambda: opened(app, DetailsScreen) and "←/l/↑/↓ layer and head  x close" in hints(app))
         press(app, "x", "f1")
