@@ -95,7 +95,8 @@ class EngineEvents:
                 self._show_error(errors.UsageError(f"The mode stays {mode}.", message, "/mode lists all modes."))
             case messages.Rebuilt(tokens, taken, reduced):
                 left = f", {count(reduced)} left" if reduced else ""
-                self.view.add_note(f"Recomputed {count(tokens, 'token')} in {seconds(taken)}{left}.")
+                done = f"Recomputed {count(tokens, 'token')} in {seconds(taken)}{left}."
+                self.view.add_note(done if tokens or reduced else "Nothing to recompute: all stored tokens are exact.")
                 await self.answers.ready()
             case messages.Comparing():
                 self.comparisons.note(report)

@@ -327,6 +327,8 @@ async def test_engine_reports_become_notes_and_events(chat):
     assert not lacks(chat.view.events[-1], "RR", "1,200 tok", "entropy 3.4")
     (rebuilt,) = chat.view.notes
     assert not lacks(rebuilt, "1,200 tokens", "250 ms", "34")
+    await chat.controller.handle(Rebuilt(0, 0.01, 0))
+    assert "0 tokens" not in chat.view.notes[-1]
     await chat.controller.handle(Preparing("sync"))
     assert "sync mode" in chat.view.events[-1]
     await chat.controller.handle(Peeked(32, 64, "text"))
