@@ -21,7 +21,7 @@ from kvchat.config import profiles
 from kvchat.errors import ModelError
 from kvchat.kv.memory import available
 from kvchat.models import gguf_file, weights
-from kvchat.models.stored_tensors import read_headers, read_json
+from kvchat.models.stored_tensors import is_packed_by_mlx, read_headers, read_json
 from kvchat.models.weights import ITEM_BYTES, Place, Weights
 from kvchat.paths import BUNDLED
 
@@ -157,7 +157,10 @@ def _with_problem(read: Callable[[str, str, Path], FoundModel]) -> Callable[[str
 
 @_with_problem
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
-    return FoundModel(name, kind, weights.of_checkpoint(read_json(folder / CONFIG), read_headers(folder, "It")))
+    config = read_json(folder / CONFIG)
+    if is_packed_by_mlx(config):
+        raise ModelError("Its weights are packed by MLX.", hint="Use a GGUF file of it, or the unquantized model.")
+    return FoundModel(name, kind, weights.of_checkpoint(config, read_headers(folder, "It")))
 
 
 @_with_problem

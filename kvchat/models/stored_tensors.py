@@ -110,6 +110,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def is_packed_by_mlx(config: Mapping[str, Any]) -> bool:
+    """Return True if the weights are quantized by a method that the ``config`` does not name, as MLX's are."""
+    section = config.get("quantization_config") or config.get("quantization")
+    known = ("quant_method", "load_in_4bit", "load_in_8bit")  # early checkpoints of bitsandbytes name no method
+    return isinstance(section, dict) and bool(section) and not any(map(section.get, known))
+
+
 def format_hint(folder: Path) -> str:
     """Return a hint about a folder without safetensors."""
     if gguf_file.models_in(folder):

@@ -109,6 +109,15 @@ def test_a_damaged_model_is_listed_with_its_problem(cache, tmp_path):
     assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
 
 
+@pytest.mark.parametrize("section", ["quantization", "quantization_config"])
+def test_mlx_weights_are_listed_as_unloadable(cache, tmp_path, section):
+    folder = copy_bundled(tmp_path / "a")
+    (folder / "config.json").write_text(json.dumps({section: {"group_size": 64, "bits": 4}}))
+    (found,) = find([tmp_path])[1:]
+    assert found.weights is None
+    assert not lacks(found.problem, "MLX", "GGUF")
+
+
 def test_quantized_checkpoints_show_method_and_dtype(cache, tmp_path):
     folder = copy_bundled(tmp_path / "a")
     for config, dtype in (
