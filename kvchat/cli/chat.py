@@ -20,7 +20,7 @@ from kvchat.cli.output import note
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
-from kvchat.config.sources import Key, Resolved, SettingsSource, unknown_variables
+from kvchat.config.sources import Key, Resolved, SettingsSource
 from kvchat.conversations.attachments import MAX_BYTES, fenced
 from kvchat.errors import UsageError
 from kvchat.protocol import recording
@@ -70,7 +70,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         model_folders=tuple(map(Path, chosen.model.folders)),
         servers=chosen.model.servers,
         profile=profiles.find(chosen.model.device).describe(),
-        problems=(*problems, *modes.problems(), *unknown_variables()),
+        problems=(*problems, *modes.problems()),
         resolved=resolved,
         config_file=paths.config_file(),
     )

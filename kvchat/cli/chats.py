@@ -28,7 +28,9 @@ app = typer.Typer(rich_markup_mode=None, help="Manage saved conversations.", no_
 
 @app.command("list")
 def list_chats(
-    text: Annotated[str | None, typer.Argument(help="only conversations that contain this text")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="only conversations that contain this text")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
     """List the conversations, the latest first. The other commands and /open take their numbers."""
@@ -47,7 +49,9 @@ def list_chats(
 @app.command("export")
 def export_chat(
     id: Chat,
-    file: Annotated[str | None, typer.Argument(help=".md or .json, or a folder; default: Markdown on stdout")] = None,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help=".md or .json, or a folder; default: Markdown on stdout")
+    ] = None,
 ) -> None:
     """Print a conversation, or write it to a file."""
     with _store() as store:
@@ -61,7 +65,7 @@ def export_chat(
 
 
 @app.command("import")
-def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat exported")]) -> None:
+def import_chat(file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON that kvchat exported")]) -> None:
     """Add a conversation from a file; `kvchat -c` then continues it."""
     conversation = export.read(file)
     changes = conversation.changes()

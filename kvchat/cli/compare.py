@@ -22,7 +22,7 @@ from kvchat.protocol.messages import Compared, Comparing, Load, Prefilled, Sampl
 @taking(LOAD, SYSTEM, SAMPLING)
 def compare_command(
     ctx: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="what to ask; - reads it from stdin")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="what to ask; - reads it from stdin")],
     variants: Annotated[
         list[str] | None,
         typer.Argument(

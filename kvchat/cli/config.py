@@ -23,8 +23,6 @@ app = typer.Typer(rich_markup_mode=None, help="Show, check or write the settings
 @app.command()
 def show() -> None:
     """Print every setting, and where it was set."""
-    for unknown in sources.unknown_variables():
-        note(unknown)
     resolved = load_settings()
     found = profiles.find(resolved.settings.model.device)
     about = (f"profiles: {found.describe()}", *found.measured_lines())
@@ -32,7 +30,9 @@ def show() -> None:
 
 
 @app.command()
-def validate(file: Annotated[Path | None, typer.Argument(help="instead of the current settings")] = None) -> None:
+def validate(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="instead of the current settings")] = None,
+) -> None:
     """Check the settings and your profiles, or only FILE. The exit code is 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
@@ -44,6 +44,8 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
     elif file:
         _check(source)
     else:
+        for unknown in sources.unknown_variables():
+            note(unknown)
         sources.check_all(lambda: _check(source), lambda: _check(sources.environment_source(os.environ)))
     echo(f"{path}: {'valid' if path.exists() else 'does not exist; defaults apply'}")
     if not file:

@@ -194,7 +194,9 @@ def serve_command(
 
 @app.command("replay")
 def replay_command(
-    file: Annotated[Path | None, typer.Argument(help="a recording; by default the demonstration")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="a recording; by default the demonstration")
+    ] = None,
     plain: options.Plain = False,
 ) -> None:
     """Play a recorded chat without a model. `kvchat --record FILE` records one; neither torch nor a GPU is needed."""

@@ -18,7 +18,12 @@ app = typer.Typer(rich_markup_mode=None, help="List profiles: settings for kinds
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
-    """Return the settings, including profiles; call ``problem`` with a sentence for each faulty profile."""
+    """Return the settings, including profiles; call ``problem`` with a sentence for each fault that is no error.
+
+    These are variables without effect, and faulty profiles.
+    """
+    for text in sources.unknown_variables():
+        problem(text)
 
     def active(device: str) -> Iterable[SettingsSource]:
         found = profiles.find(device)

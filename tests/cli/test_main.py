@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 
 import pytest
 from support.hostile import forbidden_in, hostile
@@ -193,6 +194,23 @@ def test_a_mistyped_command_is_not_a_question(run, started, word, meant):
     assert outcome.code == 2
     assert not lacks(outcome.err, f'"{word.split()[0]}"', f" {meant}?", f'kvchat chat "{word}"')
     assert not started
+
+
+@pytest.mark.parametrize("line", ["ask hello", "models", "config show", "config validate"])
+def test_a_misspelled_variable_is_told_by_every_command_that_reads_settings(run, session, monkeypatch, line):
+    monkeypatch.setenv("KVCHAT_MODLE_NAME", "x")
+    outcome = run(*line.split())
+    assert (outcome.code, outcome.err.count("KVCHAT_MODLE_NAME")) == (0, 1)
+
+
+COMMANDS = ("ask", "compare", "replay", "plan", "chats list", "chats export", "chats import", "config validate")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_arguments_are_named_in_capitals(run, command):
+    usage = run(*command.split(), "--help").out.split("\n\n")[0]
+    assert re.findall(r"[{[]([\w-]+)", usage)
+    assert not re.search(r"[{[][a-z]", usage)
 
 
 def test_invalid_utf8_is_rejected(run, started):
