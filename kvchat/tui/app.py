@@ -50,6 +50,7 @@ from kvchat.tui.widgets.base import unskipped
 # Signals that would end the process at once. No handler can recover from a crash inside a library (SIGSEGV etc.).
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # whose keys the palette offers
+MOST_TOASTS = 4  # that fit on 80x24
 LONGEST_S = 5.0  # the longest that a key waits for the effects of the previous one
 # Thresholds of the garbage collector. At Python's 700 objects, an answer causes a full collection of up to 0.25 s every
 # second, a fifth of the interface's CPU time. If collections stayed as rare as during the start
@@ -243,6 +244,11 @@ class KvchatApp(App[None]):
     def notify(self, message: str, *, title: str = "", markup: bool = False, **options: Any) -> None:
         """Show a toast, with control characters as marks, and by default with markup as plain text."""
         super().notify(visible(message), title=visible(title), markup=markup, **options)
+
+    def on_notify(self) -> None:
+        """Remove the oldest toasts, which would push the new one below a small screen."""
+        for oldest in list(self._notifications)[: 1 - MOST_TOASTS]:
+            self._unnotify(oldest, refresh=False)
 
     def _handle_exception(self, error: Exception) -> None:
         """Ignore handlers that fail because the closing application has removed their widgets."""
