@@ -197,7 +197,7 @@ def test_a_mistyped_command_is_not_a_question(run, started, word, meant):
 
 
 @pytest.mark.parametrize("line", ["ask hello", "models", "config show", "config validate"])
-def test_a_misspelled_variable_is_told_by_every_command_that_reads_settings(run, session, monkeypatch, line):
+def test_commands_report_misspelled_variables(run, session, monkeypatch, line):
     monkeypatch.setenv("KVCHAT_MODLE_NAME", "x")
     outcome = run(*line.split())
     assert (outcome.code, outcome.err.count("KVCHAT_MODLE_NAME")) == (0, 1)

@@ -90,6 +90,15 @@ def mention(path: str) -> str:
     return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
 
 
+def dropped(text: str) -> str:
+    """Return a text pasted after an ``@``: if it is the paths of several files, the others get an ``@`` too."""
+    with suppress(ValueError):  # a quote is not closed
+        paths = shlex.split(text)
+        if len(paths) > 1 and all(path.startswith("/") and _exists(path) for path in paths):
+            return " ".join(map(mention, paths)).removeprefix("@")
+    return text
+
+
 def unquoted(path: str) -> str:
     """Return a path without the quotes or backslashes that a shell needs, or that a terminal adds to a dropped file."""
     if path.startswith(("'", '"')):

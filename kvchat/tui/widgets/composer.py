@@ -317,7 +317,9 @@ class Prompt(TextArea):
         event.prevent_default()
         event.stop()
         text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send line ends as CR
-        shown = self._fold(text)
+        row, column = self.selection.start
+        files = mentions.dropped(text) if self.document[row][:column].endswith("@") else text
+        shown = files if files != text else self._fold(text)
         if shown == text and (MENTION.search(text) or (is_command(text) and self.selection.start == (0, 0))):
             self._pastes[text] = Part(text, is_typed=False)  # as typed text it would name a file or be a command
         self._replace_via_keyboard(shown, *self.selection)

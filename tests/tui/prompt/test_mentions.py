@@ -59,6 +59,12 @@ def test_dropped_files_are_found_from_any_terminal(folder, dropped):
         assert attached(f"@{dropped} dropped") == f"{fenced(name, 'his')}\n\n{name} dropped"
 
 
+def test_other_text_pasted_behind_an_at_sign_is_unchanged(folder):
+    file = f"{folder}/notes.txt"
+    for text in (file, f"{file} ", f"'{folder}/a file.md'", f"{file} and why?", f"{file} {folder}/none", "it's", ""):
+        assert mentions.dropped(text) == text
+
+
 def test_a_file_is_attached_once():
     assert attached(" @notes.txt ") == fenced("notes.txt", "in notes.txt")
     assert attached("@notes.txt and @notes.txt").count("File notes.txt") == 1

@@ -1,8 +1,10 @@
 """The prompt: pastes are literal if small, folded if large, and sent in full; commands, history, repainting."""
 
+import shlex
 import time
 
 from support.app_driver import finished, press, prompt, typed, wait_for
+from support.message import lacks
 from textual import events
 
 from kvchat.errors import UsageError
@@ -90,6 +92,20 @@ async def test_mentions_typed_next_to_a_paste_work(running, tmp_path):
         press(app, "enter")
         await until(lambda: finished(app, 3))
         assert "a fact" in app.controller.state.conversation.turns[4].content
+
+
+async def test_all_files_dropped_behind_an_at_sign_are_attached(running, tmp_path):
+    names = ["first.txt", "the second.txt", "Bob's.txt"]
+    for name in names:
+        (tmp_path / name).write_text(f"fact {name}")
+    async with running() as (app, _pilot, until):
+        prompt(app).insert("Compare @")
+        app.post_message(events.Paste(shlex.join(str(tmp_path / name) for name in names) + " "))
+        await until(lambda: "Bob" in prompt(app).text)
+        press(app, "enter")
+        await until(lambda: finished(app))
+        sent = app.controller.state.conversation.turns[0].content
+        assert not lacks(sent, *(f"fact {name}" for name in names))
 
 
 async def test_long_editor_text_attaches_files_unless_it_had_pastes(running, tmp_path):
