@@ -20,7 +20,7 @@ from kvchat.protocol.messages import Details
 from kvchat.tui import panel_rows
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.controller import ChatController
-from kvchat.tui.plain.view import YOU, LineReader, LineWriter, PlainView
+from kvchat.tui.plain.view import CUT_BYTES, YOU, LineReader, LineWriter, PlainView
 from kvchat.tui.prompt import arguments, external_editor
 from kvchat.tui.prompt.mentions import Part
 from kvchat.tui.screens.choosing import describe_age
@@ -34,6 +34,11 @@ NO_LINES = "Start kvchat in a terminal without --plain."
 WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D quits."
 INTERRUPTED = 130
 DETAILS = "lines"  # its name for ``DetailsWatch``
+CUT = UsageError(
+    "This line is too long to be typed.",
+    f"The terminal passes on {count(CUT_BYTES, 'byte')} of a line and drops the rest, so it was not sent.",
+    "Save the text in a file and attach it: /file PATH, or @PATH in a question.",
+)
 REFUSED = {
     "theme": ("Line mode has no colors.", NO_LINES),
     "panels": ("Line mode has no panels.", "/details prints their figures."),
@@ -135,7 +140,10 @@ class PlainChat:
                 if waits:
                     await self._until(self._is_settled)
                 self._is_executing, self._is_quit_armed = True, False
-                await self._execute(line, piped, reader.is_pasted)
+                if reader.is_cut:
+                    self.view.add_error(CUT)
+                else:
+                    await self._execute(line, piped, reader.is_pasted)
                 self._is_executing = False
                 self._lines.changed.set()
                 if self._left.is_set():

@@ -32,6 +32,7 @@ YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a longer wait is explained
 AT_ONCE_S = 0.02  # a terminal delivers the lines of a paste one by one, faster than anybody types
 LONGEST = 2**23  # characters of a line, more than any model reads; some devices never end one
+CUT_BYTES = 4095  # of a typed line that Linux delivers; it drops the rest
 CONTINUED = "\\"  # ends a line that continues in the next one
 _LINE_END = re.compile(r"(?<!\\)\n")
 # Signs in kvchat's own lines that screen readers spell out and terminals without Unicode lack, and their replacements.
@@ -256,7 +257,8 @@ class PlainView:
             self._lines.line("A new conversation.")
         if before is Phase.LOADING and self.phase is Phase.READY and state.info is not None:
             info = state.info
-            self._lines.line(f"{state.model_name} on {info.device}, context {count(info.context)}, {state.asked} mode.")
+            context = f"context {count(info.context)}" if info.context else "context unknown"
+            self._lines.line(f"{state.model_name} on {info.device}, {context}, {state.asked} mode.")
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Print new badges, but no figures: they change ten times a second."""
@@ -312,7 +314,8 @@ class PlainView:
 class LineReader:
     """Iterates over the lines from a file descriptor; a line that ends with ``\\`` continues in the next.
 
-    Lines that a terminal delivers together are one literal text that ``is_pasted``, unless all are commands.
+    Lines that a terminal delivers together are one literal text that ``is_pasted``, unless all are commands. The end
+    of a line of them is missing if ``is_cut``.
     ``entered`` is called once for all of them, before the first one prints anything.
 
     Raises:
@@ -325,7 +328,7 @@ class LineReader:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._is_terminal = os.isatty(descriptor)
         self._typed: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_pasted = False
+        self.is_pasted = self.is_cut = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
         rest, is_open = "", True
@@ -333,6 +336,7 @@ class LineReader:
             data = await self._read()
             if is_open := bool(data):
                 self._entered()
+            self.is_cut = self._is_terminal and CUT_BYTES in map(len, data.split(b"\n"))
             text = rest + self._decoder.decode(data, not data)
             *lines, rest = text.split("\n")
             self.is_pasted = self._is_terminal and not rest and len(lines) > 1 and not all(map(is_command, lines))

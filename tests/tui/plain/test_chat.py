@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.app_driver import wait_for
@@ -541,6 +542,33 @@ async def test_lines_typed_during_a_command_are_not_a_paste():
     assert read == [("/models", False), ("one", False), ("two", False)]
     os.close(keyboard)
     os.close(terminal)
+
+
+async def test_truncated_terminal_lines_are_not_sent(config):
+    keyboard, terminal = os.openpty()
+    session = Session(config, is_typed=True)
+    os.write(keyboard, b"w " * 3000 + b"\n")
+    running = asyncio.create_task(session.plain.run(LineReader(terminal)))
+    async with asyncio.timeout(PATIENCE_S):
+        while "4,095" not in session.errors.getvalue():
+            await asyncio.sleep(AT_ONCE_S)
+        os.write(keyboard, b"/quit\n")
+        await running
+    assert not session.plain.chat.state.conversation.messages
+    os.close(keyboard)
+    os.close(terminal)
+
+
+def test_unknown_context_is_not_printed_as_0():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=True)
+    view.phase = Phase.LOADING
+    info = SimpleNamespace(device="a server", context=0)
+    conversation = SimpleNamespace(id="a", messages=[])
+    state = SimpleNamespace(phase=Phase.READY, info=info, conversation=conversation, model_name="fake", asked="server")
+    view.show_state(state)
+    assert "fake on a server" in out.getvalue()
+    assert "context 0" not in out.getvalue()
 
 
 async def test_input_after_quit_is_left_to_the_shell(config):
