@@ -412,7 +412,7 @@ def _hint(reason: str) -> str:
     if FULL in reason:
         return "Free some disk space."
     if LOCKED in reason:
-        return "Another program is using it; kvchat will try again."
+        return "Another program is using it: close it, or wait."
     return "Check free space and permissions there."
 
 

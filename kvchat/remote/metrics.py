@@ -22,8 +22,8 @@ from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
 
 LEAST_S = 0.5  # least time between two readings of a counter to compute a rate
 UNAVAILABLE = {
-    LLAMA: "needs llama-server --metrics",
-    SGLANG: "needs SGLang's --enable-metrics",
+    LLAMA: "needs --metrics",
+    SGLANG: "needs --enable-metrics",
 }
 NONE = "the server has no metrics"
 

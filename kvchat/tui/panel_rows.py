@@ -77,7 +77,7 @@ FIGURES = {
         "server writes": "tokens per second, for all its users",
         "server's queue": "requests being answered, and waiting",
         "drafts accepted": "share of the server's drafted tokens that were accepted",
-        "other figures": "why the server reports no others",
+        "others": "why the server reports no other figures",
     },
     "details": {
         READ_BY_HEAD: "a column per layer, a row per KV head: a full block reads everything stored, each"
@@ -145,7 +145,7 @@ def server_rows(f: ServerFigures) -> Rows:
     if f.running is not None:
         rows.append(("server's queue", f"{count(f.running)} now, {count(f.waiting or 0)} waiting"))
     rows += [("drafts accepted", percent(f.drafts_share))] if f.drafts_share is not None else []
-    return [*rows, ("other figures", f.missing)] if f.missing else rows
+    return [*rows, ("others", f.missing)] if f.missing else rows
 
 
 def _of_room(share: float | None, room: int | None) -> str:

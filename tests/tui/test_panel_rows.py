@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from kvchat.config.modes import registered
 from kvchat.protocol.figures import Gpu, Price, ServerFigures, Snapshot
+from kvchat.remote.metrics import NONE, UNAVAILABLE
 from kvchat.tui.panel_rows import (
     EVENTS,
     EXPLANATIONS,
@@ -24,8 +27,10 @@ from kvchat.tui.panel_rows import (
     plain_rows,
     recall_rows,
 )
+from kvchat.tui.widgets.charts import labeled
 
 OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds these to the mode's own figures
+WIDTH = 32  # cells of a line in the panel, beside a scrollbar
 DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED, EVENTS}
 
 
@@ -127,7 +132,7 @@ def test_server_chats_show_only_the_servers_figures():
     nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has no metrics"))
     shown = blocks(nothing)
     assert shown["memory"] == ("memory", [])
-    assert shown["recall"][1] == [("other figures", "the server has no metrics")]
+    assert shown["recall"][1] == [("others", "the server has no metrics")]
     other = ServerFigures("vLLM", "h:1", prompt_tokens=9, reused_tokens=3, prompt_tokens_per_s=5.0)
     assert blocks(snapshot(server=other))["context"][1] == [("context used", "0 tok")]  # of another conversation
     some = ServerFigures("vLLM", "h:1", capacity=65_536, used_share=0.12, prefix_share=0.75, running=1)
@@ -136,6 +141,12 @@ def test_server_chats_show_only_the_servers_figures():
         ("server's hits", "75 %"),
         ("server's queue", "1 now, 0 waiting"),
     ]
+
+
+@pytest.mark.parametrize("missing", [NONE, *UNAVAILABLE.values()])
+def test_the_reason_for_missing_server_figures_fits(missing):
+    ((label, value),) = blocks(snapshot(server=ServerFigures("a", "h:1", missing=missing)))["recall"][1]
+    assert missing in labeled(label, value, WIDTH).plain
 
 
 def test_modes_explain_their_own_figures():
