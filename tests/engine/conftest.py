@@ -1,4 +1,4 @@
-"""Models that are loaded once for all tests of the engine: a load takes longer than most of them."""
+"""Models loaded once for all tests of the engine: loading takes longer than most of them."""
 
 import pytest
 from support import tiny_models
@@ -14,7 +14,7 @@ import_transformers()  # before tests import parts of it, with torch's compiler,
 
 @pytest.fixture(autouse=True)
 def early_freezes():
-    """Freeze's constants are for long conversations: in these tests tokens freeze from the first steps on."""
+    """Freeze's constants are for long conversations: let tokens freeze from the first steps on."""
     with ruled(**EARLY):
         yield
 
@@ -28,8 +28,8 @@ def bundled():
 def model(bundled):
     """A tiny random model with the bundled one's tokenizer, where words do not matter: it takes a quarter of the time.
 
-    It is fused as the bundled one is, and no folder holds it, so that nothing of its conversations is kept on disk.
-    Some files replace it by the bundled one.
+    It is fused like the bundled one, and no folder holds it, so that its conversations are not saved on disk.
+    Some files replace it with the bundled one.
     """
     sizes = {"vocab_size": bundled.vocab, "max_position_embeddings": bundled.context}
     made = tiny_models.fresh("llama", **sizes, eos_token_id=min(bundled.eos_ids))

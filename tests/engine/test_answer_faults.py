@@ -1,4 +1,4 @@
-"""Memory that runs out while a real model answers: asked again it gives the same answer, to the same K/V."""
+"""Memory that runs out during an answer: asked again, the model gives the same answer from the same K/V."""
 
 from contextlib import suppress
 
@@ -19,22 +19,22 @@ COST = 3  # of an answer, in steps of a tiny model
 MODES = mode_names() if PLACES else ["speculative"]  # test_session_faults has all
 
 
-def answered(session: Session) -> str:
+def answer_text(session: Session) -> str:
     return list(session.answer(TALE, GREEDY))[-1].text
 
 
-@pytest.mark.slow("an answer is given three times for each place")
+@pytest.mark.slow("three answers for each place")
 @pytest.mark.parametrize("mode", MODES)
-def test_an_answer_is_the_same_wherever_memory_ran_out_before(model, mode, count):
+def test_retried_answer_is_the_same_wherever_memory_ran_out(model, mode, count):
     clean = Session(model, entering(mode, SMALL.get(mode, {})))
     with MemoryRunsOut() as counting:
-        expected = answered(clean)
+        expected = answer_text(clean)
     for places in places_of(counting.count, mode, COST):
         session = Session(model, entering(mode, SMALL.get(mode, {})))
-        with suppress(DoesNotFitError), MemoryRunsOut(*places):  # a prompt is read in smaller pieces then
-            answered(session)
+        with suppress(DoesNotFitError), MemoryRunsOut(*places):  # a prompt is then processed in smaller chunks
+            answer_text(session)
         count["failures of memory"] += len(places)
-        assert answered(session) == expected, places
+        assert answer_text(session) == expected, places
         check_integrity(session._kv.state)
         assert session.snapshot().reduced_tokens == clean.snapshot().reduced_tokens, places
         assert session._loop.stored.ids == clean._loop.stored.ids

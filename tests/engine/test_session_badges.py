@@ -1,4 +1,4 @@
-"""Warnings of the engine: memory that stops being pinned in the middle of a conversation, steps without a graph."""
+"""Badges of the engine: unpinned memory, steps without a graph, 8-bit pages; rebuilds, and the price of a switch."""
 
 from functools import partial
 
@@ -19,25 +19,25 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.protocol.messages import Load, Prefilled, Rebuilt, Sampling, Turn
 
 
-def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
-    calm, pins = Session(model), Pins()
+def test_conversation_continues_when_memory_cannot_be_pinned(model, monkeypatch):
+    unaffected, pins = Session(model), Pins()
     monkeypatch.setattr(state_module, "HostPool", partial(HostPool, registrar=pins))
     session = Session(model)
     assert session.snapshot().badges == ()
     pins.fails_at, pins.fails_for_good = pins.calls + 3, True  # in the third layer, when the pool grows
     ids = [(7 * i) % 4000 + 10 for i in range(700)]
-    for each in (calm, session):
+    for each in (unaffected, session):
         each.prefill(ids[:600])
         each.switch("speculative", budget=192, sink=32, window=64)
-    assert pins.held, "what was pinned stays so"
+    assert pins.held, "pinned memory stays pinned"
     assert not pins.given_back
     assert session.snapshot().badges == ("pageable host memory: no more memory may be pinned",)
     for token in ids[600:]:
-        assert torch.equal(session.step(token), calm.step(token))
-    assert calm.snapshot().badges == ()
+        assert torch.equal(session.step(token), unaffected.step(token))
+    assert unaffected.snapshot().badges == ()
 
 
-def test_a_step_that_cannot_be_captured_and_a_gpu_without_kernels_have_a_badge(model):
+def test_missing_graphs_and_kernels_have_a_badge(model):
     session = Session(model)
     assert session.snapshot().badges == ()
     session._runner.graphs.refusal = "RuntimeError: not permitted"
@@ -49,7 +49,7 @@ def test_a_step_that_cannot_be_captured_and_a_gpu_without_kernels_have_a_badge(m
     assert session.snapshot().badges == ("no Triton kernels: the kernels are for bfloat16 and float16, not float32",)
 
 
-def test_a_mode_that_saves_no_memory_has_a_badge_until_it_is_changed(model):
+def test_mode_that_saves_no_memory_has_a_badge(model):
     session = Session(model, entering("sync", {"offload": False}))
     session.prefill([(7 * i) % 4000 + 10 for i in range(600)])
     (badge,) = session.snapshot().badges
@@ -58,7 +58,7 @@ def test_a_mode_that_saves_no_memory_has_a_badge_until_it_is_changed(model):
     assert session.snapshot().badges == ()
 
 
-def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuild(model):
+def test_new_pages_are_quantized_until_a_rebuild(model):
     session, fresh = Session(model), Session(model)
     ids = list(range(300, 500))
     session.prefill(ids[:100])
@@ -82,7 +82,7 @@ def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuil
 
 
 @pytest.mark.parametrize("conversation", ["", "another"])
-def test_a_new_conversation_after_8_bits_is_exact_from_its_first_token(model, conversation):
+def test_new_conversation_after_8_bits_is_exact(model, conversation):
     session = Session(model, Load(host_dtype="int8"))
     list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
     assert "2 of 3" in session.keep_pages("model")
@@ -91,7 +91,7 @@ def test_a_new_conversation_after_8_bits_is_exact_from_its_first_token(model, co
     assert not isinstance(session._kv.state.host, EightBitPool)
 
 
-def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
+def test_truncated_8_bit_page_is_reused_in_8_bits(model):
     session = Session(model, Load(host_dtype="int8"))
     list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
     started = next(session.answer([Turn("user", "Another tale.")], Sampling(max_new_tokens=5)))
@@ -99,7 +99,7 @@ def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
     assert "1 of 1" in session.keep_pages("model")
 
 
-# ---- What a switch costs before it happens, and how what was computed with less context becomes exact again
+# ---- Rebuilding tokens computed with reduced context, and the predicted cost of a switch
 
 
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 30 + "Tell me a short story."),)
@@ -110,7 +110,7 @@ NEXT = 300
 
 @pytest.fixture
 def reduced(model):
-    """A session whose later tokens were decoded with a budget of 64, back in full."""
+    """A session in full mode whose later tokens were decoded with a budget of 64."""
     session = Session(model, entering("streaming", EAGER))
     list(session.answer(STORY, LONG))
     session.switch("full")
@@ -124,7 +124,7 @@ def logits_after(session: Session, token: int = NEXT) -> torch.Tensor:
     return logits
 
 
-def test_a_rebuilt_session_is_a_fresh_full_one_of_the_same_text(model, reduced):
+def test_rebuilt_session_matches_a_fresh_full_one(model, reduced):
     fresh = Session(model)
     fresh.prefill(list(reduced._loop.stored.ids))
     exact = logits_after(fresh)
@@ -134,14 +134,14 @@ def test_a_rebuilt_session_is_a_fresh_full_one_of_the_same_text(model, reduced):
     assert all(isinstance(event, Prefilled) for event in progress)
     assert isinstance(last, Rebuilt)
     assert (reduced.total, reduced.snapshot().reduced_tokens, last.reduced_tokens) == (total, 0, 0)
-    assert 0 < last.tokens < total, "tokens before the first reduced one are not computed again"
+    assert 0 < last.tokens < total, "tokens before the first reduced one are not recomputed"
     assert (logits_after(reduced) - exact).abs().max() < 1e-3
     assert reduced.text(0, total) == text
     turns = (*STORY, Turn("assistant", text.rsplit("<|assistant|>", 1)[1]), Turn("user", "Thank you."))
     assert next(reduced.answer(turns, LONG)).reused_tokens >= total, "it is still reused"
 
 
-def test_a_stopped_rebuild_keeps_what_was_read(reduced):
+def test_stopped_rebuild_keeps_its_progress(reduced):
     reduced._runner.chunk = 4
     events = reduced.rebuild()
     next(events)
@@ -152,7 +152,7 @@ def test_a_stopped_rebuild_keeps_what_was_read(reduced):
     logits_after(reduced)
 
 
-def test_nothing_to_rebuild_is_no_work(model):
+def test_rebuild_of_exact_tokens_does_nothing(model):
     session = Session(model)
     session.prefill([1, 2, 3])
     assert [event.tokens for event in session.rebuild()] == [0]
@@ -160,7 +160,7 @@ def test_nothing_to_rebuild_is_no_work(model):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in mode_names() if mode != "full"])
-def test_a_switch_costs_what_it_was_said_to_cost(bundled, mode):
+def test_switch_costs_what_its_price_says(bundled, mode):
     session = Session(bundled, entering("full", mode_params={m: {"budget": 192} for m in BUDGETED}))
     session.prefill([10 + i % 500 for i in range(1000)])
     for to in (mode, "full"):
@@ -171,8 +171,8 @@ def test_a_switch_costs_what_it_was_said_to_cost(bundled, mode):
         assert session.snapshot().kv_device_bytes <= price.device_bytes * 1.01
 
 
-def test_a_price_in_seconds_is_that_of_the_measured_link(model):
-    """What --save-profile kept was read by nobody (audit, 12)."""
+def test_price_in_seconds_uses_the_measured_link(model):
+    """The rate that --save-profile writes was ignored (audit, 12)."""
     session = Session(model, Load(link_bytes_per_s=2e6))
     session.prefill([10 + i % 500 for i in range(600)])
     prices = [price for price in session.prices() if price.moved_bytes]
@@ -183,7 +183,7 @@ def test_a_price_in_seconds_is_that_of_the_measured_link(model):
 BUDGETED = ("streaming", "speculative", "sync")
 
 
-def test_a_mode_that_would_be_refused_says_so_in_its_price(model):
+def test_price_of_a_refused_mode_gives_the_reason(model):
     session = Session(model, Load(given={"speculative": {"window": 24}}))
     prices = {price.mode: price for price in session.prices()}
     assert not prices["streaming"].refusal

@@ -1,4 +1,4 @@
-"""A conversation in streaming mode goes on beyond the model's context; every other mode refuses it from there on."""
+"""Conversations beyond the model's context: streaming mode continues them, every other mode refuses."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0, max_new_tokens=12)
 QUESTIONS = ("Tell me a story about a cat and a dog who lived by the sea and were friends.",) * 8
 
 
-def test_a_chat_goes_on_beyond_the_context_and_other_modes_refuse_it(model):
+def test_only_streaming_continues_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
     session, turns = Session(short, entering("streaming", {"budget": 64})), []
     while session.total <= CONTEXT + 100:
@@ -39,7 +39,7 @@ def test_a_chat_goes_on_beyond_the_context_and_other_modes_refuse_it(model):
     assert session.switch("full").mode == "full"
 
 
-def test_a_first_prompt_beyond_the_context_is_read_in_chunks(model):
+def test_first_prompt_may_exceed_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
     session = Session(short, entering("streaming", {"budget": 64}))
     prompt = Turn("user", " ".join(QUESTIONS * 4))
@@ -48,12 +48,12 @@ def test_a_first_prompt_beyond_the_context_is_read_in_chunks(model):
     assert session.snapshot().reduced_tokens >= session.total - CONTEXT
 
 
-def test_over_8_bit_pages_nearly_the_same_is_said_beyond_the_context(model):
+def test_8_bit_pages_barely_change_logits_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
     sessions = [Session(short, entering("streaming", {"budget": 64}, host_dtype=kept)) for kept in ("model", "int8")]
     ids = torch.randint(300, 2000, (430,), generator=torch.Generator().manual_seed(0)).tolist()
     exact, quantized = ([session.prefill(ids)] for session in sessions)
-    for token in ids[:30]:  # also over the next half of the context
+    for token in ids[:30]:  # across the next half of the context, too
         for session, logits in zip(sessions, (exact, quantized), strict=True):
             logits.append(session.step(token))
     for one, other in zip(exact, quantized, strict=True):
@@ -62,7 +62,7 @@ def test_over_8_bit_pages_nearly_the_same_is_said_beyond_the_context(model):
     assert all(sessions[1]._kv.state.host.quantized[:-1])
 
 
-# ---- Streaming beyond the model's context: positions stay within it, and a prompt is read as Start+Recent reads it
+# ---- Streaming beyond the model's context: positions stay within it, and prompts read what Start+Recent reads
 
 
 IDS = [(7 * token) % 251 for token in range(1, 500)]
@@ -80,7 +80,7 @@ def runner(model, variant, context=None):
     return ModelRunner(model, build(parsed(variant), geometry_of(model), traits_of(model)))
 
 
-def read(one, ids):
+def prefill(one, ids):
     """The logits after a prompt."""
     return [logits for _, logits in one.prefill(ids)][-1]
 
@@ -102,10 +102,10 @@ def positions(monkeypatch):
     return seen
 
 
-def test_steps_beyond_the_context_are_those_within_it_at_positions_that_it_has(tiny, positions):
+def test_steps_beyond_the_context_match_at_valid_positions(tiny, positions):
     within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
     for one in (within, beyond):
-        read(one, IDS[:20])
+        prefill(one, IDS[:20])
     for token in IDS[20:240]:
         exact = within.step(token)
         positions.clear()
@@ -113,33 +113,33 @@ def test_steps_beyond_the_context_are_those_within_it_at_positions_that_it_has(t
         assert 0 <= max(positions) < 100
 
 
-def test_pinned_tokens_of_any_base_are_read_as_within_the_context(tiny):
+def test_pinned_tokens_read_alike_beyond_the_context(tiny):
     within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
     for one in (within, beyond):
-        read(one, IDS[:60])
+        prefill(one, IDS[:60])
         pin(one, (5, 31, 32))
     for position, token in enumerate(IDS[60:330], 60):
-        if position == 240:  # one beyond the context, of another base than the current one, and one that is recent
+        if position == 240:  # one beyond the context, of another base than the current one, and a recent one
             for one in (within, beyond):
                 pin(one, (5, 170, 235))
         assert torch.allclose(beyond.step(token), within.step(token), atol=1e-4), position
 
 
-def test_a_prompt_read_token_by_token_is_what_steps_read(tiny, positions):
+def test_prompt_in_chunks_of_one_matches_steps(tiny, positions):
     stepped, prefilled = (runner(tiny, PLAIN, context=100) for _ in range(2))
     for one in (stepped, prefilled):
-        read(one, IDS[:100])  # within the context a prompt is exact: what follows is compared
+        prefill(one, IDS[:100])  # a prompt within the context is exact: compare what follows
     prefilled.chunk = 1
     for token in IDS[100:260]:
         by_steps = stepped.step(token)
-    assert torch.allclose(read(prefilled, IDS[100:260]), by_steps, atol=1e-4)
+    assert torch.allclose(prefill(prefilled, IDS[100:260]), by_steps, atol=1e-4)
     assert max(positions) < 100
     assert torch.allclose(prefilled.step(9), stepped.step(9), atol=1e-4)
 
 
 @pytest.mark.parametrize("pins", [(), (7, 150, 290)])
-def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch, pins):
-    """In one layer keys do not depend on what was read: the compacted text in full must give the same logits."""
+def test_chunk_reads_sinks_pins_recent_tokens_and_itself(monkeypatch, pins):
+    """With one layer, keys do not depend on what was read: full mode gives the same logits for the compacted text."""
     shape = model_shapes._shape(256, 64, 96, 1, (4, 2), 4096)
     monkeypatch.setitem(model_shapes.SHAPES, "one layer", ("LlamaConfig", shape))
     model = model_shapes.build("one layer", "cpu")
@@ -150,23 +150,23 @@ def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch, pins):
         "forward_chunk",
         lambda ids, logits, forward=streaming.forward_chunk: chunks.append(len(ids)) or forward(ids, logits),
     )
-    read(streaming, IDS[:300])
+    prefill(streaming, IDS[:300])
     pin(streaming, pins)
-    logits = read(streaming, IDS[300:450])
+    logits = prefill(streaming, IDS[300:450])
     assert chunks == [200, 64, 36, 64, 36, 50], "to the end of the context, then C at most and never across a base"
     # Before the last chunk C + sigma tokens were kept, the sinks included.
     kept = 450 - 50 - (64 + 8 - 4)
     compacted = [*IDS[:4], *(IDS[pin] for pin in pins), *IDS[kept:450]]
-    assert torch.allclose(logits, read(full, compacted), atol=1e-4)
+    assert torch.allclose(logits, prefill(full, compacted), atol=1e-4)
 
 
-def test_forgetting_goes_back_into_the_context(tiny):
-    """Keys in the slots were turned; once the text is short again they are as they were stored."""
+def test_truncating_into_the_context_restores_stored_keys(tiny):
+    """Keys in the slots were rotated; once the text is short again they are as stored."""
     long, short = runner(tiny, PLAIN, context=100), runner(tiny, PLAIN, context=100)
-    read(long, IDS[:90])
+    prefill(long, IDS[:90])
     for token in IDS[90:190]:
         long.step(token)
     for one in (long, short):
         one.truncate(80)
-        read(one, IDS[80:90] if one is long else IDS[:90])
+        prefill(one, IDS[80:90] if one is long else IDS[:90])
     assert torch.allclose(long.step(9), short.step(9), atol=1e-4)

@@ -1,7 +1,7 @@
-"""Memory that runs out anywhere inside what a session is asked for: a clear error, and it goes on exactly.
+"""Memory that runs out anywhere inside a session's operations: a clear error, and the session stays exact.
 
-Every operation of every mode on several architectures, at sample places, once and twice in a row; at more of them in
-the long form (support/memory_faults.py). Those marked cuda run on the fake CUDA device.
+Every operation of every mode on several architectures fails at sampled places, once and twice in a row; at more
+places in the long form (support/memory_faults.py). Tests marked cuda run on the fake CUDA device.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "deepseek_v3": TWO_LAYERS,
     HYBRID: {"num_hidden_layers": 3, "layer_types": ["linear_attention", *["full_attention"] * 2]},
 }
-FAKE_CUDA_COST = 8  # of a step there, in steps on the CPU
+FAKE_CUDA_COST = 8  # of a step there, in CPU steps
 TOKENS, KEPT, LATER = 170, 140, token_ids(400, seed=3)
 
 
@@ -47,17 +47,17 @@ def tiny(name: str, device: str) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The tiny models' heads count as measured, and little room is made for growth."""
+    """Treat the tiny models' heads as calibrated, and reserve little headroom."""
     monkeypatch.setattr(measured, "find", lambda name, *_: calibration(geometry_of(tiny(name, "cpu"))))
     for device in GROWTH_HEADROOM:
         monkeypatch.setitem(GROWTH_HEADROOM, device, 16)
 
 
-# ---- what a session is asked for
+# ---- the operations
 
 
-class Asked(NamedTuple):
-    """An operation in the middle of a conversation, and what may be asked again after it failed."""
+class Conversation(NamedTuple):
+    """A conversation in a mode; its operations may be repeated after they failed."""
 
     session: Session
     row: str
@@ -66,7 +66,7 @@ class Asked(NamedTuple):
         self.session.step(7)
 
     def fill(self) -> None:
-        """The step after a prompt that was left before the mode filled its slots."""
+        """The step after a prompt was closed before the mode filled its slots."""
         self.session._kv._slots = SlotsState.STALE
         self.session.step(7)
 
@@ -77,7 +77,7 @@ class Asked(NamedTuple):
     def truncate(self) -> None:
         if self.session.total >= KEPT:
             self.session.truncate(KEPT)
-        else:  # its last token could not be read again
+        else:  # its last token could not be recomputed
             self.session.prefill(LATER[self.session.total : KEPT])
 
     def switch(self) -> None:
@@ -88,25 +88,25 @@ class Asked(NamedTuple):
     def rebuild(self) -> None:
         if self.session.total == TOKENS:
             list(self.session.rebuild())
-        else:  # what could not be read again is read with the next prompt
+        else:  # what could not be recomputed comes with the next prompt
             self.session.prefill(LATER[self.session.total : TOKENS])
 
 
-OPERATIONS: dict[str, Callable[[Asked], None]] = {
-    "step": Asked.step,
-    "slots grow": Asked.step,
-    "host pool grows": Asked.step,
-    "fill": Asked.fill,
-    "prefill": Asked.prefill,
-    "truncate": Asked.truncate,
-    "switch": Asked.switch,
-    "rebuild": Asked.rebuild,
+OPERATIONS: dict[str, Callable[[Conversation], None]] = {
+    "step": Conversation.step,
+    "slots grow": Conversation.step,
+    "host pool grows": Conversation.step,
+    "fill": Conversation.fill,
+    "prefill": Conversation.prefill,
+    "truncate": Conversation.truncate,
+    "switch": Conversation.switch,
+    "rebuild": Conversation.rebuild,
 }
 EAGER = ("streaming", {"budget": 64, "R": 1, "sigma": 0, "delta": 0})
 
 
-def begun(model: LoadedModel, row: str, operation: str) -> Asked:
-    """A session in a mode, with stored tokens, right before the operation."""
+def start(model: LoadedModel, row: str, operation: str) -> Conversation:
+    """A session in a mode, with stored tokens, right before an operation."""
     mode, params = EAGER if operation == "rebuild" else PARAMS[row]
     session = Session(model, entering(mode, params))
     session.prefill(LATER[: TOKENS - 4])
@@ -121,43 +121,43 @@ def begun(model: LoadedModel, row: str, operation: str) -> Asked:
     }
     while operation in room and session.total < room[operation]():
         session.step(7)
-    return Asked(session, row)
+    return Conversation(session, row)
 
 
 # ---- the tests
 
 
-def hold(device: str, architecture: str, row: str, operation: str) -> int:
-    """Let memory run out inside an operation, place by place; how often it did."""
+def fail_at_each_place(device: str, architecture: str, row: str, operation: str) -> int:
+    """Run out of memory at each place inside an operation; return how often it did."""
     model, run, injected = tiny(architecture, device), OPERATIONS[operation], 0
-    clean = begun(model, row, operation)
+    clean = start(model, row, operation)
     with MemoryRunsOut() as counting:
         run(clean)
     total, logits = clean.session.total, clean.session.step(9)
     cost = 1 if device == "cpu" else FAKE_CUDA_COST
     for places in places_of(counting.count, f"{architecture} {row} {operation}", cost):
-        asked = begun(model, row, operation)
-        before = Before(asked, operation)
+        conversation = start(model, row, operation)
+        before = Before(conversation, operation)
         try:
             with MemoryRunsOut(*places):
-                run(asked)
+                run(conversation)
         except DoesNotFitError:
             before.check()
-            run(asked)
+            run(conversation)
         injected += 1
-        assert asked.session.total == total, places
-        check_last_step(asked.session, asked.session.step(9), logits)
+        assert conversation.session.total == total, places
+        check_last_step(conversation.session, conversation.session.step(9), logits)
     return injected
 
 
 class Before:
-    """What a session held before an operation, all of which it holds after one that failed.
+    """What a session stored before an operation; ``check`` asserts that it survived a failure.
 
-    But for what ``truncate`` was to forget, with the token that it reads again, and what ``rebuild`` was to replace.
+    Except the tokens that ``truncate`` drops, the one that it recomputes, and what ``rebuild`` replaces.
     """
 
-    def __init__(self, asked: Asked, operation: str) -> None:
-        self._session, self._mode = asked.session, asked.session._kv.mode
+    def __init__(self, conversation: Conversation, operation: str) -> None:
+        self._session, self._mode = conversation.session, conversation.session._kv.mode
         self._stored = stored_kv(self._session._kv.state)
         kept = {"truncate": KEPT - 1, "rebuild": self._session._loop.stored.first_reduced}
         self._kept = kept.get(operation, self._session.total)
@@ -165,7 +165,7 @@ class Before:
     def check(self) -> None:
         session, kept = self._session, self._kept
         assert session._kv.mode is self._mode
-        assert session._kv._prefill is None, "its staged keys and values are given back"
+        assert session._kv._prefill is None, "its staged keys and values are freed"
         assert kept <= session.total == len(session._loop.stored.ids)
         for was, now in zip(self._stored, stored_kv(session._kv.state), strict=True):
             assert torch.equal(was[:, :kept], now[:, :kept])
@@ -173,61 +173,61 @@ class Before:
 
 
 def check_last_step(session: Session, logits: torch.Tensor, clean: torch.Tensor) -> None:
-    """A step read what it says it read; in full mode it gave the logits of a session in which nothing failed."""
+    """A step read what it reports; in full mode its logits are those of a session without failures."""
     check_integrity(session._kv.state)
-    if session.model.name != HYBRID:  # its recurrent state is after the token by now
+    if session.model.name != HYBRID:  # its recurrent state already includes the token
         assert (logits - logits_over_attended(session._runner, 9)).abs().max() < 1e-4
     if session._kv.mode.name == "full":
         assert (logits - clean).abs().max() < 1e-4
 
 
 ROWS = list(product(PARAMS, OPERATIONS))
-# Each class of modes in the short form: two rows are of parameters only.
-OF_CLASSES = [case for case in ROWS if case[0] not in ("speculative-reuse", "freeze-paper")]
-CASES = list(product(ARCHITECTURES, ROWS)) if PLACES else list(zip(cycle(ARCHITECTURES), OF_CLASSES, strict=False))
+# Each mode class once in the short form: two rows differ from others in parameters only.
+ONE_PER_CLASS = [case for case in ROWS if case[0] not in ("speculative-reuse", "freeze-paper")]
+CASES = list(product(ARCHITECTURES, ROWS)) if PLACES else list(zip(cycle(ARCHITECTURES), ONE_PER_CLASS, strict=False))
 
 
 @pytest.mark.parametrize(("architecture", "case"), CASES)
 def test_nothing_is_lost_wherever_memory_runs_out(architecture, case, count):
-    count["failures of memory"] += hold("cpu", architecture, *case)
+    count["failures of memory"] += fail_at_each_place("cpu", architecture, *case)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", ROWS if PLACES else [("speculative", "switch")])
 def test_nothing_is_lost_wherever_memory_runs_out_on_a_gpu(case, count):
-    count["failures of memory"] += hold("cuda", "llama", *case)
+    count["failures of memory"] += fail_at_each_place("cuda", "llama", *case)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_round_of_drafts_that_finds_no_memory_stores_its_token_without(device, count):
-    """Over a ring of slots, which a GPU has: rejected drafts leave it, and what they took the place of comes back."""
+def test_failed_draft_round_still_stores_its_token(device, count):
+    """In a ring of slots, as on a GPU: rejected drafts leave it, and the tokens that they displaced come back."""
 
-    def begun():
+    def start():
         session = Session(tiny("llama", device), entering("full", {"resident": 64, "draft": "lookup"}))
         session.prefill(LATER[:TOKENS])
         session._kv.mode.drafter.draft = lambda *_: [11, 12, 13]
         return session, Sampler(Sampling(temperature=0), session.model.vocab, session.model.device)
 
     def advance(session, sampler):
-        told, advance = [], session._loop._advance(7, sampler, 3)
+        notes, advance = [], session._loop._advance(7, sampler, 3)
         with explained(session._kv, "answering"), session._loop._all_noted():
             while True:
                 try:
-                    told.append(next(advance))
+                    notes.append(next(advance))
                 except StopIteration as end:
-                    return told, end.value[0]
+                    return notes, end.value[0]
 
-    clean, sampler = begun()
+    clean, sampler = start()
     with MemoryRunsOut() as counting:
         assert advance(clean, sampler) == ([], [])
     logits = clean.step(9)
     for places in places_of(counting.count, "drafts", 1 if device == "cpu" else FAKE_CUDA_COST):
-        session, sampler = begun()
+        session, sampler = start()
         before = stored_kv(session._kv.state)
         try:
             with MemoryRunsOut(*places):
-                told, accepted = advance(session, sampler)
-            assert (len(told), accepted) == (1, [])
+                notes, accepted = advance(session, sampler)
+            assert (len(notes), accepted) == (1, [])
             assert session._kv.mode.drafts_failed
         except DoesNotFitError:
             assert len(places) > 1, "the step had no memory either"
@@ -241,7 +241,7 @@ def test_a_round_of_drafts_that_finds_no_memory_stores_its_token_without(device,
         check_last_step(session, session.step(9), logits)
 
 
-def test_heads_that_cannot_be_measured_now_are_measured_later(monkeypatch):
+def test_failed_head_calibration_is_retried(monkeypatch):
     monkeypatch.setattr(measured, "find", lambda *_: None)
     session = Session(tiny("llama", "cpu"))
     session.prefill(LATER[:300])
