@@ -41,14 +41,14 @@ from kvchat.protocol.messages import (
 )
 
 
-def test_what_is_no_command_ends_it_with_the_reason(capsys):
+def test_invalid_command_ends_the_worker_with_the_reason(capsys):
     server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
     server.read(io.BytesIO(b"\xff" * 8))
     assert server._inbox.closed
     assert "protocol" in capsys.readouterr().err
 
 
-def test_a_conversation_is_taken_up_and_forgotten(child, session):
+def test_conversations_are_resumed_and_forgotten(child, session):
     child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
     assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
     child.send(Forget("a"), CHAT)
@@ -56,15 +56,15 @@ def test_a_conversation_is_taken_up_and_forgotten(child, session):
     assert session.resumed == [("b", CHAT.turns)]
 
 
-def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock):
+def test_conversations_may_be_forgotten_without_a_model(clock):
     with closing(Child(FakeLoader(FakeSession()), clock)) as child:
         child.send(Forget("a"), CHAT)
-        assert len(child.until(Failed)) == 1  # only the question's
+        assert len(child.until(Failed)) == 1  # of the question only
         child.send(Load("bundled"))
         assert not any(isinstance(event, Failed) for event in child.until(Loaded))
 
 
-def test_a_load_hands_on_what_was_given_and_an_answer_is_started_text_finished(child, session):
+def test_load_passes_settings_on_and_answers_stream(child, session):
     assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
     assert isinstance(child.until(Snapshot)[-1], Snapshot)
     child.send(CHAT)
@@ -74,7 +74,7 @@ def test_a_load_hands_on_what_was_given_and_an_answer_is_started_text_finished(c
     assert session.asked == [(CHAT.turns, CHAT.sampling)]
 
 
-def test_text_comes_in_batches_and_always_before_the_next_event(session, child, clock):
+def test_text_comes_in_batches_before_the_next_event(session, child, clock):
     session.pieces, session.on_token = ["x"] * 100, lambda _session, _n: tick(clock, 0.001)
     child.send(CHAT)
     events = child.until(Finished)
@@ -83,7 +83,7 @@ def test_text_comes_in_batches_and_always_before_the_next_event(session, child, 
     assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
 
 
-def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
+def test_failed_snapshot_does_not_end_the_answer(child, session, monkeypatch):
     def no_memory():
         raise DoesNotFitError("Memory ran out.", "None is left.", "Close something.")
 
@@ -93,11 +93,11 @@ def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
     events = child.until(Finished)
     assert events[-1].reason == "eos"
     assert not any(isinstance(event, Failed) for event in events)
-    failed = child.until(Failed)[-1]  # of the one after the answer, while the next one may have been asked for
+    failed = child.until(Failed)[-1]  # of the one after the answer; the next one may already be due
     assert (failed.title, failed.aside) == ("Memory ran out.", True)
 
 
-def test_an_idle_server_tries_a_snapshot_that_fails_once(child, session, monkeypatch):
+def test_idle_worker_tries_a_failing_snapshot_once(child, session, monkeypatch):
     tried, snapshot = [], replace(session.snapshot(), gpu=Gpu("H100"))
 
     def fail():
@@ -115,7 +115,7 @@ def test_an_idle_server_tries_a_snapshot_that_fails_once(child, session, monkeyp
     assert len(tried) == 2
 
 
-def test_snapshots_are_rare_while_generating_and_details_rarer_and_only_where_they_are_watched(clock):
+def test_snapshots_are_rare_and_details_rarer_and_only_if_watched(clock):
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
 
@@ -136,18 +136,18 @@ def test_snapshots_are_rare_while_generating_and_details_rarer_and_only_where_th
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu("H100")])
-def test_an_idle_server_works_only_while_a_gpus_readings_change(gpu, child, session, monkeypatch):
+def test_idle_worker_sends_snapshots_only_with_a_gpu(gpu, child, session, monkeypatch):
     child.until(Snapshot)
-    asked, snapshot = [], replace(session.snapshot(), gpu=gpu)
-    monkeypatch.setattr(session, "snapshot", lambda: asked.append(1) or snapshot)
+    polls, snapshot = [], replace(session.snapshot(), gpu=gpu)
+    monkeypatch.setattr(session, "snapshot", lambda: polls.append(1) or snapshot)
     monkeypatch.setattr(worker, "IDLE_SNAPSHOT_S", 0.01)
     child.send(Stop())  # wakes it
     for _ in range(3 if gpu else 1):
         child.until(Snapshot)
-    if gpu is None:  # one after the last command, for what is priced late
-        wait_until(lambda: asked)
+    if gpu is None:  # one after the last command, for late prices
+        wait_until(lambda: polls)
         time.sleep(0.2)
-        assert len(asked) <= 2  # that of the load may be as late; one that works on asks for twenty
+        assert len(polls) <= 2  # the load's may be as late; a worker that keeps polling asks for twenty
     child.send(CHAT)
     child.until(Finished)
     child.until(Snapshot)
@@ -165,7 +165,7 @@ def test_stop_in_an_answer_keeps_the_text_so_far(session, child):
     assert (finished.reason, finished.text) == ("stopped", "The quick")
 
 
-def test_a_stop_that_comes_too_late_stops_nothing(child):
+def test_late_stop_stops_nothing(child):
     child.send(CHAT)
     child.until(Finished)
     child.send(Stop(), Peek(1, 2))
@@ -190,13 +190,13 @@ def test_switch_and_peek_are_done_between_two_tokens(session, child):
     assert events[-1].reason == "eos"
 
 
-def test_a_refused_switch_names_the_mode_that_goes_on(session, child):
+def test_refused_switch_names_the_current_mode(session, child):
     session.failure = DoesNotFitError("Too small.", "It needs 96.")
     child.send(Switch("streaming", {"budget": 64}))
     assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", str(session.failure))
 
 
-def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session, child):
+def test_second_chat_and_its_switch_wait_for_the_first(session, child):
     def send_at_one(s, n):
         if len(s.asked) == 1 and n == 1:
             child.send(CHAT, Switch("full"))
@@ -209,7 +209,7 @@ def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session, child):
     assert any(isinstance(e, Switched) for e in second)
 
 
-def test_errors_become_failures_and_the_server_goes_on(session, child, capfd):
+def test_errors_become_failures_and_the_worker_continues(session, child, capfd):
     session.error = DoesNotFitError("Too long.", "5 of 4 tokens.", "Shorten it.")
     child.send(CHAT)
     assert child.until(Failed)[-1] == Failed("Too long.", "5 of 4 tokens.", "Shorten it.", "DoesNotFitError")
@@ -224,7 +224,7 @@ def test_errors_become_failures_and_the_server_goes_on(session, child, capfd):
     child.until(Finished)
 
 
-def test_an_error_that_cannot_be_logged_is_a_failure_too(session, child, monkeypatch):
+def test_error_that_cannot_be_logged_is_still_reported(session, child, monkeypatch):
     monkeypatch.setattr(session, "error", ZeroDivisionError("oh"))
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
@@ -235,7 +235,7 @@ def test_an_error_that_cannot_be_logged_is_a_failure_too(session, child, monkeyp
             full.close()
 
 
-def test_what_fails_beside_an_answer_is_told_apart(session, child, monkeypatch):
+def test_failures_outside_an_answer_are_marked_aside(session, child, monkeypatch):
     def full(*_):
         raise DoesNotFitError("The disk is full.")
 
@@ -248,7 +248,7 @@ def test_what_fails_beside_an_answer_is_told_apart(session, child, monkeypatch):
     assert child.until(Failed)[-1].aside is False
 
 
-def test_without_a_model_everything_fails_for_good(clock):
+def test_every_failure_without_a_model_is_fatal(clock):
     child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("starting PyTorch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
@@ -271,13 +271,13 @@ def test_closing_stdin_ends_a_running_answer(session, child):
     assert session.closed
 
 
-def test_of_a_prompt_all_tokens_come(child, session):
+def test_tokenize_returns_all_tokens_of_a_prompt(child, session):
     session.tokenize = lambda turns, args: [5, 6, 7]
     child.send(Tokenize(CHAT.turns))
     assert child.until(Tokenized)[-1] == Tokenized((5, 6, 7))
 
 
-# ---- Another model in place of the one in use: loaded, refused, stopped, planned for
+# ---- Replacing the model: loads, refusals, stops, plans
 
 
 PLAN = MemoryPlan(
@@ -289,8 +289,8 @@ FIRST, OTHER = Load("first"), Load("other", mode="streaming")
 
 
 @pytest.fixture
-def replaced(clock):
-    """Begin a child with the first of some sessions loaded, and the others to come."""
+def start_child(clock):
+    """Start a child with the first of some sessions loaded and the others queued."""
     with ExitStack() as children:
 
         def begin(*sessions, has_room=True):
@@ -306,10 +306,10 @@ def stages(events: list[wire.Message]) -> list[str]:
     return [event.stage for event in events if isinstance(event, Loading)]
 
 
-def test_the_old_model_stays_until_the_new_one_is_ready(replaced):
+def test_old_model_stays_until_the_new_one_is_ready(start_child):
     closed_while_loading = []
     old, new = FakeSession(), FakeSession()
-    child = replaced(old, new)
+    child = start_child(old, new)
     child.server._loader.while_loading = lambda progress: closed_while_loading.append(old.closed)
     child.send(OTHER)
     assert child.until(Loaded)[-1].mode == "streaming"
@@ -319,9 +319,9 @@ def test_the_old_model_stays_until_the_new_one_is_ready(replaced):
     assert (len(old.asked), len(new.asked)) == (0, 1)
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(replaced):
+def test_failed_load_keeps_the_old_model(start_child):
     old = FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."))
+    child = start_child(old, DoesNotFitError("Too big."))
     child.send(OTHER)
     assert child.until(Failed)[-1] == Failed("Too big.", kind="DoesNotFitError", fatal=False)
     assert child.until(Loaded)[-1] == old.info
@@ -331,9 +331,9 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(replaced):
     assert not old.closed
 
 
-def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(replaced):
+def test_unloaded_old_model_is_reloaded_after_a_failed_load(start_child):
     old, again = FakeSession(), FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."), again, has_room=False)
+    child = start_child(old, DoesNotFitError("Too big."), again, has_room=False)
     child.send(OTHER)
     assert stages(child.until(Failed))[-1].startswith("unloading fake")
     assert old.closed
@@ -341,15 +341,15 @@ def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(replaced
     assert again.loaded == FIRST
 
 
-def test_if_the_old_model_does_not_come_back_nothing_is_loaded(replaced):
-    child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, has_room=False)
+def test_failed_reload_of_the_old_model_is_fatal(start_child):
+    child = start_child(FakeSession(), *[DoesNotFitError("Too big.")] * 2, has_room=False)
     child.send(OTHER)
     assert [child.until(Failed)[-1].fatal for _ in range(2)] == [False, True]
 
 
-def test_a_load_is_stopped_at_its_next_stage(replaced):
+def test_load_is_stopped_at_its_next_stage(start_child):
     old = FakeSession()
-    child = replaced(old, FakeSession())
+    child = start_child(old, FakeSession())
 
     def loading(progress):
         child.send(Stop())
@@ -365,7 +365,7 @@ def test_a_load_is_stopped_at_its_next_stage(replaced):
     assert child.until(Loaded)[-1] == old.info
 
 
-def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock):
+def test_stop_before_a_silent_load_begins_stops_it(clock):
     events, loader = io.BytesIO(), FakeLoader(FakeSession())
     loader.open_session = lambda load, progress: loader.sessions[0]
     server = worker.Server(events, loader, clock)
@@ -378,7 +378,7 @@ def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(c
     assert server._session is None
 
 
-def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child):
+def test_plans_and_refused_plans_are_answered(child):
     child.server._loader.planned = PLAN
     child.send(Plan(OTHER))
     assert child.until(Planned)[-1] == Planned("other", PLAN)

@@ -1,4 +1,4 @@
-"""The engine's door: whatever bytes come, it refuses with the reason or ends with one line; it never hangs."""
+"""Input of the engine: any bytes are refused with a reason or end it with one line; it never hangs."""
 
 import io
 import subprocess
@@ -44,7 +44,7 @@ EVENTS = get_args(Event)
 
 
 class FuzzedLoader(Loader):
-    """Sessions are real; the names of models, which are nonsense here, are planned for without looking for them."""
+    """Real sessions; plans for the nonsense names of models are refused without looking for them."""
 
     def fits_beside(self, load: Load, progress: Progress) -> bool:
         return True
@@ -54,7 +54,7 @@ class FuzzedLoader(Loader):
 
 
 class Engine(Child):
-    """A server in a thread; ``talk`` sends frames and returns what comes until they are done."""
+    """A worker in a thread; ``talk`` sends frames and returns the events until they are done."""
 
     asked = 0
 
@@ -73,12 +73,12 @@ class Engine(Child):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    """With real sessions; only the reading of files is left out."""
+    """With real sessions; only reading the model's files is replaced."""
 
-    def load_model(asked, _progress):
-        resolve_device(asked.device)
-        resolve_dtype(asked.dtype, model.model.config, model.device)
-        if asked.model != "bundled":
+    def load_model(load, _progress):
+        resolve_device(load.device)
+        resolve_dtype(load.dtype, model.model.config, model.device)
+        if load.model != "bundled":
             raise ModelError("There is no such model.")
         return model
 
@@ -91,7 +91,7 @@ def engine(model):
 
 @fuzzed
 @given(body=bodies(COMMANDS))
-def test_any_frame_is_done_or_refused_with_the_reason(engine, count, body):
+def test_any_frame_is_executed_or_refused_with_a_reason(engine, count, body):
     count["frames"] += 1
     events = engine.talk(framed(body), wire.encode(Stop()))
     unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
@@ -103,7 +103,7 @@ def test_any_frame_is_done_or_refused_with_the_reason(engine, count, body):
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count, stream):
+def test_any_bytes_end_the_engine_with_at_most_one_line(count, stream):
     count["streams of bytes"] += 1
     server, log = worker.Server(io.BytesIO(), FakeLoader(FakeSession())), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count, stream):
     assert log.getvalue().count("\n") <= 1
 
 
-def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine):
+def test_stop_right_after_a_question_prevents_its_prefill(engine):
     ask = wire.encode(Chat((Turn("user", "one two three " * 400),)))
     first = [type(event) for event in engine.talk(ask, wire.encode(Stop()))]
     assert Prefilled not in first
@@ -124,13 +124,13 @@ def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine)
 
 
 @pytest.mark.parametrize("event", [name.__name__ for name in EVENTS])
-def test_an_event_is_no_command(event):
+def test_events_are_rejected_as_commands(event):
     with pytest.raises(ValueError, match="protocol"):
         wire.decode_command(b'{"type": "%s"}' % event.encode())
 
 
-def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys):
-    """The answer goes on: a switch is refused in words, another failure is told when the answer is over."""
+def test_unexpected_failure_between_tokens_does_not_end_the_answer(capsys):
+    """A failing switch is refused with a message; another failure is reported after the answer."""
     output = io.BytesIO()
 
     def send_at_two(fake, n):
@@ -153,7 +153,7 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_an_engine_ends_sooner_where_nothing_is_to_be_written():
+def test_grace_period_is_longer_once_a_model_was_loaded():
     server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
     before = server.grace_s
     server._do(Load(mode="full"))
@@ -162,7 +162,7 @@ def test_an_engine_ends_sooner_where_nothing_is_to_be_written():
     assert before < server.grace_s
 
 
-def test_a_header_above_the_limit_ends_the_process_at_once():
+def test_oversized_header_ends_the_process_at_once():
     command = [sys.executable, "-m", "kvchat.engine"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:

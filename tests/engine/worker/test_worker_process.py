@@ -1,4 +1,4 @@
-"""The server in a process of its own: its streams, and what ends it."""
+"""The worker in a process of its own: its streams, and what ends it."""
 
 import os
 import subprocess
@@ -32,8 +32,8 @@ sys.modules["kvchat.engine.session"] = types.SimpleNamespace(open_session=sessio
 worker.main()
 """
 
-# In front of its last line: what a load is interrupted by is done, and then told.
-NOTES_INTERRUPTS = """
+# Inserted before the last line: sets an event once a load was interrupted.
+RECORD_INTERRUPTS = """
 import threading
 interrupted, interrupt = threading.Event(), worker._interrupt
 worker._interrupt = lambda: (interrupt(), interrupted.set())
@@ -43,7 +43,7 @@ worker._interrupt = lambda: (interrupt(), interrupted.set())
 def start(
     pause: float = 0.0, pieces: str = "['x'] * 5", before: str = "", path: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """The process, which runs some code ``before`` it serves and imports from ``path`` too."""
+    """Start the process; it runs the code in ``before`` first and also imports from ``path``."""
     code = SERVE_A_FAKE.format(pause=pause, pieces=pieces).replace("worker.main()", f"{before}\nworker.main()")
     env = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], *path)))
     pipe = subprocess.PIPE
@@ -63,7 +63,7 @@ def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
     process.stdin.flush()
 
 
-def test_what_libraries_print_goes_to_stderr():
+def test_library_output_goes_to_stderr():
     with start() as process:
         send(process, Load(), CHAT)
         receive(process, Finished)
@@ -74,7 +74,7 @@ def test_what_libraries_print_goes_to_stderr():
 
 
 @pytest.mark.parametrize("pause", [0.001, 1000.0], ids=["between two tokens", "deep in a step"])
-def test_the_process_ends_with_its_stdin_in_mid_answer(pause):
+def test_process_ends_mid_answer_when_stdin_closes(pause):
     with start(pause, "['x'] * 10_000_000") as process:
         send(process, Load(), CHAT)
         receive(process, Started)
@@ -83,7 +83,7 @@ def test_the_process_ends_with_its_stdin_in_mid_answer(pause):
         assert process.wait(PATIENCE_S) == (0 if pause < 1 else 1)
 
 
-def test_the_process_ends_quietly_when_nobody_reads_its_events():
+def test_process_ends_quietly_when_its_stdout_closes():
     with start(0.001, "['x'] * 10_000_000") as process:
         send(process, Load(), CHAT)
         receive(process, Started)
@@ -94,7 +94,7 @@ def test_the_process_ends_quietly_when_nobody_reads_its_events():
         assert b"Error" not in process.stderr.read()
 
 
-def test_a_stop_reaches_a_load_that_reports_nothing():
+def test_stop_reaches_a_silent_load():
     waits = "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)"
     with start(before=waits) as process:
         send(process, FIRST)
@@ -107,10 +107,10 @@ def test_a_stop_reaches_a_load_that_reports_nothing():
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path):
-    """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it.
+def test_engine_can_load_after_a_stop_during_imports(tmp_path):
+    """With modules in place of torch: the second is imported while the first waits, and is no attribute of it later.
 
-    It waits until the stop has interrupted it.
+    The first waits until the stop has interrupted it.
     """
     package = tmp_path / "slow"
     package.mkdir()
@@ -119,7 +119,7 @@ def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path)
     (package / "__init__.py").write_text(f"import __main__, slow.part; {waits}; slow.part")
     (package / "part.py").write_text("")
     load = "lambda load, progress: (__import__('slow').part, progress('imported'), session.open(load, progress))[-1]"
-    before = f"sys.modules['kvchat.engine.session'].open_session = {load}\n{NOTES_INTERRUPTS}"
+    before = f"sys.modules['kvchat.engine.session'].open_session = {load}\n{RECORD_INTERRUPTS}"
     with start(before=before, path=(str(tmp_path),)) as process:
         send(process, FIRST)
         wait_until(begun.exists)
