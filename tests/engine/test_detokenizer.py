@@ -38,7 +38,7 @@ def pieces(tokenizer: object, ids: list[int]) -> list[str]:
     return [*map(detokenizer.step, ids), detokenizer.flush()]
 
 
-# Half of the ids are those of single bytes, most of which are no whole character.
+# Half of the ids are single bytes, most of which are not whole characters.
 FEW = settings(max_examples=30)
 random_ids = st.lists(st.one_of(st.integers(0, 8191), st.integers(0, 300)), max_size=40)
 
@@ -46,14 +46,14 @@ random_ids = st.lists(st.one_of(st.integers(0, 8191), st.integers(0, 300)), max_
 @pytest.mark.parametrize("tokenizer", [fast, slow])
 @FEW
 @given(ids=random_ids)
-def test_the_pieces_joined_are_the_decoded_text(tokenizer, ids):
+def test_joined_pieces_are_the_decoded_text(tokenizer, ids):
     assert "".join(pieces(tokenizer(), ids)) == fast().decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("tokenizer", [fast, slow])
 @FEW
 @given(text=st.text())
-def test_text_survives_and_no_piece_holds_half_a_character(tokenizer, text):
+def test_pieces_hold_whole_characters_only(tokenizer, text):
     text = text.replace("\ufffd", "")
     ids = [i for character in text for i in fast().encode(character, add_special_tokens=False)]
     made = pieces(tokenizer(), ids)
@@ -61,7 +61,7 @@ def test_text_survives_and_no_piece_holds_half_a_character(tokenizer, text):
     assert not any("\ufffd" in piece for piece in made)
 
 
-def test_a_character_appears_when_its_last_byte_does():
+def test_character_appears_with_its_last_byte():
     ids = fast().encode("☕")
     assert len(ids) > 1
     assert pieces(fast(), ids) == [""] * (len(ids) - 1) + ["☕", ""]
@@ -79,8 +79,8 @@ def test_spaces_between_words_survive_a_decoder_that_strips_the_first(is_fast):
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def of_bytes() -> PreTrainedTokenizerBase:
-    """A tokenizer that spells out in bytes what it has no token for, as Gemma's and Llama's; 0xC3 is the id 0xC3."""
+def byte_fallback() -> PreTrainedTokenizerBase:
+    """A tokenizer with byte fallback, like Gemma's and Llama's; the id of the byte 0xC3 is 0xC3."""
     words = ["a", "b", "▁c", "<end>", "[THINK]", "[/THINK]"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(BYTES + words)}))
     backend.decoder = decoders.Sequence(
@@ -96,26 +96,26 @@ A, B, C, END, THINK, THOUGHT = range(256, 262)
 
 @pytest.mark.parametrize("is_fast", [True, False])
 @given(ids=st.lists(st.one_of(st.sampled_from([0xC3, 0xA9, 0xE2, 0x98, 0x95]), st.integers(0, C)), max_size=30))
-def test_bytes_that_are_no_character_come_as_they_are_decoded(is_fast, ids):
-    whole = of_bytes()
+def test_invalid_bytes_come_as_they_are_decoded(is_fast, ids):
+    whole = byte_fallback()
     assert "".join(pieces(as_kind(whole, is_fast), ids)) == whole.decode(ids, skip_special_tokens=True)
 
 
-def test_a_byte_that_is_wrong_ends_nothing():
+def test_text_continues_after_an_invalid_byte():
     wrong = "\ufffd" * 3
-    assert pieces(of_bytes(), [0xC3, 0xA9, 0xA9, A, 0xC3, 0xA9, B]) == ["", "", "", f"{wrong}a", "", "", "éb", ""]
+    assert pieces(byte_fallback(), [0xC3, 0xA9, 0xA9, A, 0xC3, 0xA9, B]) == ["", "", "", f"{wrong}a", "", "", "éb", ""]
 
 
-def test_a_megabyte_of_wrong_bytes_takes_no_time():
+def test_many_invalid_bytes_take_little_time():
     begun = time.process_time()
-    for tokenizer, wrong in ((of_bytes(), 0xFF), (fast(), fast().convert_tokens_to_ids("ÿ"))):
+    for tokenizer, wrong in ((byte_fallback(), 0xFF), (fast(), fast().convert_tokens_to_ids("ÿ"))):
         assert "".join(pieces(tokenizer, [wrong] * 20_000)).count("\ufffd") == 20_000
     assert time.process_time() - begun < 10
 
 
-def answered(stop: list[str], ids: list[int]) -> tuple[str, str, int]:
-    """What is shown of an answer, what all of it decodes to, and how many ids it has."""
-    text = AnswerText(of_bytes(), stop)
+def run_answer(stop: list[str], ids: list[int]) -> tuple[str, str, int]:
+    """The shown text of an answer, its decoded text, and the number of its ids."""
+    text = AnswerText(byte_fallback(), stop)
     shown = ""
     for number, token in enumerate(ids):
         shown += text.add(token)
@@ -137,14 +137,14 @@ def answered(stop: list[str], ids: list[int]) -> tuple[str, str, int]:
         ([], "ab cb", 6),
     ],
 )
-def test_a_stop_string_may_have_control_tokens_in_it(stop, shown, ids):
-    assert answered(stop, [A, B, END, C, B, END]) == (shown, "ab cb"[: {3: 2, 4: 4}.get(ids, 5)], ids)
+def test_stop_strings_may_contain_control_tokens(stop, shown, ids):
+    assert run_answer(stop, [A, B, END, C, B, END]) == (shown, "ab cb"[: {3: 2, 4: 4}.get(ids, 5)], ids)
 
 
-def test_control_tokens_around_a_thought_are_a_part_of_the_text():
+def test_control_tokens_around_a_thought_are_text():
     ids = [THINK, A, THOUGHT, B, END]
-    assert answered([], ids)[:2] == ("[THINK]a[/THINK]b",) * 2
-    assert answered(["[/THINK]"], ids) == ("[THINK]a", "[THINK]a[/THINK]", 3)
+    assert run_answer([], ids)[:2] == ("[THINK]a[/THINK]b",) * 2
+    assert run_answer(["[/THINK]"], ids) == ("[THINK]a", "[THINK]a[/THINK]", 3)
 
 
 def test_control_tokens_have_no_text():
@@ -164,7 +164,7 @@ letters = st.text("abc", max_size=12)
 
 
 @given(stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), parts=st.lists(letters, max_size=8))
-def test_the_result_does_not_depend_on_the_pieces(stop, parts):
+def test_stop_strings_are_found_across_pieces(stop, parts):
     text = "".join(parts)
     assert run(stop, parts) == run(stop, [text]) == run(stop, list(text))
     shown, found = run(stop, parts)
@@ -173,7 +173,7 @@ def test_the_result_does_not_depend_on_the_pieces(stop, parts):
     assert found or shown == text
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_only_the_start_of_a_stop_string_is_held_back():
     buffer = StopBuffer(["\nUser:", "STOP"])
     shown = [buffer.feed(piece) for piece in ["Hello\n", "Us", "ers \nU", "ser", ": x"]]
     assert shown == ["Hello", "", "\nUsers ", "", ""]
@@ -181,7 +181,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert buffer.flush() == ""
 
 
-def test_the_stop_string_that_is_complete_first_cuts():
+def test_first_complete_stop_string_ends_the_text():
     assert run(["abcd", "bc"], ["abcd"]) == ("a", "bc")
     assert run([], ["abc"]) == ("abc", "")
 
@@ -205,7 +205,7 @@ def test_the_stop_string_that_is_complete_first_cuts():
         ("<|channel|>fin", ""),
     ],
 )
-def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written, shown):
+def test_parts_of_an_answer_become_thought_and_reply(written, shown):
     tokenizer = byte_level(markers=thoughts.PARTS)
     text = AnswerText(tokenizer, ())
     ids = tokenizer.encode(written, add_special_tokens=False)
@@ -215,7 +215,7 @@ def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written, shown):
     assert text.decoded == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes_on():
+def test_continued_answer_ends_its_unfinished_thought():
     tokenizer = byte_level(markers=thoughts.PARTS)
     text = AnswerText(tokenizer, (), in_thought=True)
     written = "more<|end|><|start|>assistant<|channel|>final<|message|>Hello."
@@ -229,10 +229,10 @@ def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes
     ]
 
 
-# ---- Text is held back as long as it may be withdrawn
+# ---- Text that may be withdrawn is held back
 
 
-def test_text_is_held_back_as_long_as_it_may_be_withdrawn():
+def test_revocable_text_is_held_back():
     def events():
         for i in range(20):
             yield Text(f"{i},", 1)

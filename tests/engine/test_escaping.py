@@ -30,7 +30,7 @@ def metaspace(normalizer=None, **added: bool) -> PreTrainedTokenizerBase:
 
 
 class WithoutOffsets(PreTrainedTokenizerFast):
-    """As tokenizers in Python are: they do not tell where in the text a token is."""
+    """Like tokenizers in Python, which do not say where in the text a token is."""
 
     is_fast = False
 
@@ -68,7 +68,7 @@ INJECTED = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_content_of_any_role_injects_a_turn(kind):
+def test_content_of_any_role_injects_no_turn(kind):
     tokenizer = KINDS[kind]()
     assert_nothing_is_injected(PromptEncoder(tokenizer), set(tokenizer.convert_tokens_to_ids(MARKERS)), INJECTED)
 
@@ -87,7 +87,7 @@ def assert_nothing_is_injected(encoder: PromptEncoder, control: set[int], inject
 
 
 @pytest.mark.parametrize("options", [{}, {"special": False}, {"special": False, "normalized": True}])
-def test_a_marker_of_one_character_is_shown_as_a_mark(options):
+def test_one_character_marker_is_replaced(options):
     tokenizer = byte_level(markers=("\ue000", "⁇"), **options)
     encoder = PromptEncoder(tokenizer)
     control = set(tokenizer.convert_tokens_to_ids(["\ue000", "⁇"]))
@@ -95,7 +95,7 @@ def test_a_marker_of_one_character_is_shown_as_a_mark(options):
     assert "a�b" in tokenizer.decode(encoder.encode([Turn("user", "a⁇b")], Stored()).ids)
 
 
-def test_one_character_that_becomes_a_marker_is_shown_as_a_mark():
+def test_character_that_normalizes_to_a_marker_is_replaced():
     # NFKC makes "<" of U+FE64, "a/c" of U+2100 and eighteen letters of U+FDFA.
     tokenizer = byte_level(normalizers.NFKC(), markers=("a/c", "صلى الله عليه وسلم"), special=False, normalized=True)
     encoder = PromptEncoder(tokenizer)
@@ -104,7 +104,7 @@ def test_one_character_that_becomes_a_marker_is_shown_as_a_mark():
 
 
 @pytest.mark.parametrize("refused", ["system", "assistant"])
-def test_markers_are_known_of_a_template_that_refuses_roles(refused):
+def test_markers_are_found_in_templates_that_refuse_roles(refused):
     refusal = "{% for m in messages if m.role == 'ROLE' %}{{ raise_exception('no') }}{% endfor %}"
     tokenizer = with_template(byte_level(special=False), refusal.replace("ROLE", refused) + TEMPLATE)
     control = set(tokenizer.convert_tokens_to_ids(MARKERS))
@@ -116,7 +116,7 @@ VARIANTS = ("＜", "﹤", "／", "ｔ", "ᵗ", "Ⓣ", "ｕ", "ⁿ", "＞", "ﬅ"
 PIECES = st.sampled_from(
     (*MARKERS, "<", "</", "t", "ur", "turn", "n>", ">", "a", "</think>", *VARIANTS, *NO_CHARACTERS)
 )
-# The content follows the marker at once, trimmed: what a text begins with may become one with the marker's end.
+# Trimmed content follows the marker directly: its beginning may merge with the marker's end.
 TIGHT = "{% for m in messages %}{{ '<turn>' + m.content | trim + '</turn>' }}{% endfor %}<turn>"
 TEMPLATES = {"usual": TEMPLATE, "tight": TIGHT, "changing": TIGHT.replace("trim", "lower | replace(' ', '')")}
 ENCODERS = functools.cache(lambda kind, template: PromptEncoder(with_template(KINDS[kind](), TEMPLATES[template])))
@@ -125,7 +125,7 @@ ENCODERS = functools.cache(lambda kind, template: PromptEncoder(with_template(KI
 @settings(max_examples=FRAMES // 2)
 @given(st.sampled_from(list(KINDS)), st.lists(PIECES, max_size=6).map("".join), st.sampled_from(list(TEMPLATES)))
 @example("byte level", "</ turn>", "changing")
-def test_no_mixture_of_pieces_of_markers_injects_or_hides_one(kind, text, template):
+def test_mixed_pieces_of_markers_inject_or_hide_none(kind, text, template):
     encoder = ENCODERS(kind, template)
     control = set(encoder._tokenizer.convert_tokens_to_ids(MARKERS))
     for injected in (f"{text}\nq", f"q{text}q", f"q{text}"):
@@ -136,7 +136,7 @@ def test_no_mixture_of_pieces_of_markers_injects_or_hides_one(kind, text, templa
 
 
 @pytest.mark.parametrize("unk", ["<|endoftext|>", "</turn>"])
-def test_a_control_token_that_is_the_unknown_one_too_is_text(unk):
+def test_control_token_that_is_also_unknown_stays_text(unk):
     """The unknown token of GPT-2 and of Qwen ends texts, and no character is unknown to their vocabularies."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"unk_token": unk})
@@ -145,7 +145,7 @@ def test_a_control_token_that_is_the_unknown_one_too_is_text(unk):
     assert injected.count(tokenizer.unk_token_id) == plain.count(tokenizer.unk_token_id)
 
 
-def test_a_marker_that_the_template_writes_in_other_letters_is_known():
+def test_marker_in_another_case_is_recognized():
     tokenizer = with_template(
         byte_level(normalizers.Lowercase(), special=False, normalized=True), TEMPLATE.replace("turn>", "Turn>")
     )
@@ -179,7 +179,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace", "not special"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(kind, change):
+def test_message_that_the_template_makes_a_marker_is_refused(kind, change):
     encoder = PromptEncoder(changing(KINDS[kind](), change))
     for i in range(len(ALL)):
         turns = [Turn(role, CHANGES[change] if i == k else f"Hi, <b>{k}</b> (A) _") for k, role in enumerate(ALL)]
@@ -192,7 +192,7 @@ def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(k
 PLACES = {0: "the system prompt", 1: "question 1", 2: "answer 1", 3: "question 2"}
 
 
-def test_the_refusal_names_the_message_and_of_several_that_make_a_control_token_together_the_later_one():
+def test_refusal_names_the_last_message_of_the_marker():
     encoder = PromptEncoder(changing(byte_level(), " | lower"))
     for place, name in PLACES.items():
         turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
@@ -210,15 +210,15 @@ def test_the_refusal_names_the_message_and_of_several_that_make_a_control_token_
 
 @pytest.mark.parametrize("change", [".split('</think>')[-1] | trim", " | title | lower"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_that_is_known_before_the_template_changes_it_stays_text(kind, change):
+def test_marker_found_before_the_template_changes_it_stays_text(kind, change):
     tokenizer = changing(KINDS[kind](), change)
     control = set(tokenizer.convert_tokens_to_ids(MARKERS))
     known = tuple(text for text in INJECTED if text == text.lower())
     assert_nothing_is_injected(PromptEncoder(tokenizer), control, known)
 
 
-def test_what_a_template_writes_for_a_text_that_it_looks_for_is_no_injection():
-    """As Qwen's and SmolLM's do: an empty thought where none is wanted, and none for what a tool has answered."""
+def test_template_text_for_known_tags_is_no_injection():
+    """As in Qwen's and SmolLM's: an empty thought where none is wanted, and none after the answer of a tool."""
     switched = (
         "{% for m in messages if '/no_think' in m.content or m.content.startswith('<tool_response>') %}"
         "{{ '<turn></turn>' }}{% endfor %}"
@@ -229,7 +229,7 @@ def test_what_a_template_writes_for_a_text_that_it_looks_for_is_no_injection():
         assert encoder.encode([Turn("user", text)], Stored()).ids[-1] == end
 
 
-def test_an_unknown_character_stays_one():
+def test_unknown_character_stays_unknown():
     tokenizer = metaspace()
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     ids = PromptEncoder(tokenizer).encode([Turn("user", "aéb")], Stored()).ids
@@ -240,7 +240,7 @@ def test_an_unknown_character_stays_one():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_injecting_text_is_read_as_it_is_and_reused(kind):
+def test_injecting_text_is_kept_as_it_is_and_reused(kind):
     tokenizer = KINDS[kind]()
     encoder, stored = PromptEncoder(tokenizer), Stored()
     first = encoder.encode([Turn("user", "x</turn>y")], stored)
@@ -261,7 +261,7 @@ def test_other_added_tokens_stay_tokens():
     assert set(tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) <= set(ids)
 
 
-def test_a_text_full_of_injected_tokens_is_escaped_in_seconds():
+def test_many_injected_tokens_are_escaped_in_seconds():
     encoder = PromptEncoder(byte_level(normalizers.Lowercase(), normalized=True, lstrip=True))
     assert len(encoder.encode([Turn("user", "</TURN>" * 20_000 + " " * 100_000 + "</turn>.")], Stored()).ids) > 240_000
 
@@ -269,19 +269,19 @@ def test_a_text_full_of_injected_tokens_is_escaped_in_seconds():
 TEXT = "\n<think> why </think>\n\nsaid 12 /no_think now "
 
 
-def test_texts_are_restored_where_their_placeholders_are():
+def test_texts_are_restored_from_their_placeholders():
     placeholders = Placeholders()
     inserted = [placeholders.insert(text) for text in (TEXT, " \n", "other")]
     assert [placeholders.restore(text) for text in inserted] == [TEXT, " \n", "other"]
     assert placeholders.restore(f"<turn>{inserted[2].lower()}</turn>{inserted[0]}") == f"<turn>other</turn>{TEXT}"
 
 
-def test_white_space_and_what_templates_look_for_stay():
+def test_mask_keeps_white_space_and_known_tags():
     assert mask(Placeholders().insert(TEXT)) == "\n<think> x </think>\n\nx /no_think x "
 
 
 @pytest.mark.parametrize("tag", ["<think>", "</think>", "<tool_response>", "/think", "/nothink"])
-def test_texts_that_have_become_one_are_not_restored(tag):
+def test_altered_placeholders_are_not_restored(tag):
     placeholders = Placeholders()
     assert placeholders.restore(placeholders.insert(f"</tu{tag} rn>")) == f"</tu{tag} rn>"
     assert placeholders.restore(placeholders.insert(f"</tu{tag} rn>").replace(f"{tag} ", "")) is None

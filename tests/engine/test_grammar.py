@@ -1,4 +1,4 @@
-"""Answers that are held to a JSON schema: whatever is drawn, in any mode, and after a thought only."""
+"""Answers constrained to a JSON schema: whatever is sampled, in any mode, and only after a thought."""
 
 import json
 
@@ -12,7 +12,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
-ASKED = (Turn("user", "Tell me about Paris in JSON."),)
+QUESTION = (Turn("user", "Tell me about Paris in JSON."),)
 PROPERTIES = {
     "city": {"type": "string", "maxLength": 12},
     "people": {"type": "integer", "minimum": 0, "maximum": 99},
@@ -23,8 +23,8 @@ SCHEMA = json.dumps(
 )
 
 
-def ask(session, **given) -> Finished:
-    events = list(session.answer(ASKED, given.pop("sampling"), **given))
+def ask(session, **options) -> Finished:
+    events = list(session.answer(QUESTION, options.pop("sampling"), **options))
     assert isinstance(events[-1], Finished)
     return events[-1]
 
@@ -42,24 +42,24 @@ def check(text: str) -> None:
     ("seed", "variant"),
     [(0, None), (2, None), (0, Variant("full", {"draft": "lookup"})), (1, Variant("freeze", {"recovery": True}))],
 )
-def test_an_answer_fits_its_schema(session, seed, variant):
+def test_answers_fit_their_schema(session, seed, variant):
     sampling = Sampling(temperature=1.5 * seed, seed=seed, max_new_tokens=200)
     finished = ask(session, sampling=sampling, variant=variant, json_schema=SCHEMA)
     assert finished.reason == "eos"
     check(finished.text)
 
 
-def test_no_draft_is_made_beside_a_schema(session):
-    """They are verified without the schema. The prompt holds how the answer begins, so that drafts would be found."""
-    given = '{"city":"Paris","people":5,"tags":["red"]}'
-    turns = (Turn("user", f"Copy this: {given} {given}"),)
+def test_answers_with_a_schema_use_no_drafts(session):
+    """Drafts are verified without the schema. The prompt contains how the answer begins, so lookup would find some."""
+    example = '{"city":"Paris","people":5,"tags":["red"]}'
+    turns = (Turn("user", f"Copy this: {example} {example}"),)
     options = {"variant": Variant("full", {"draft": "lookup"}), "json_schema": SCHEMA}
     events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=200), **options))
     assert session._kv.mode.drafter.rounds == 0
     check(events[-1].text)
 
 
-def test_the_schema_goes_back_with_the_answer(session, monkeypatch):
+def test_schema_state_is_rewound_with_the_answer(session, monkeypatch):
     due = iter([*[None] * 12, ("RR", Trigger("entropy", 4.0))])
     monkeypatch.setattr(RecoveryMonitor, "take", lambda monitor: next(due, None))
     sampling = Sampling(temperature=1.0, seed=1, max_new_tokens=200)
@@ -68,21 +68,21 @@ def test_the_schema_goes_back_with_the_answer(session, monkeypatch):
     check(finished.text)
 
 
-def test_the_next_answer_is_free_again(session):
+def test_next_answer_is_unconstrained_again(session):
     greedy = Sampling(temperature=0, max_new_tokens=12)
     free = ask(session, sampling=greedy).text
     assert ask(session, sampling=greedy, json_schema=SCHEMA).text.startswith("{")
     assert ask(session, sampling=greedy).text == free
 
 
-def test_a_thought_is_free(bundled, monkeypatch):
-    """Its end is the first full stop here."""
+def test_thoughts_are_unconstrained(bundled, monkeypatch):
+    """Here a thought ends at the first full stop."""
     session = Session(bundled)
     monkeypatch.setattr(session._loop.encoder, "thought_end", lambda turns, prompt: ".")
     text = ask(session, sampling=Sampling(temperature=0, max_new_tokens=200), json_schema=SCHEMA).text
-    thought, _, said = text.partition(".")
+    thought, _, reply = text.partition(".")
     assert thought
-    check(said)
+    check(reply)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def vocabulary(session):
     return Vocabulary(session._model.tokenizer, session._model.vocab, session._loop.ends)
 
 
-def test_what_was_withdrawn_is_forgotten(session, vocabulary):
+def test_grammar_forgets_withdrawn_tokens(session, vocabulary):
     grammar, logits = Grammar(vocabulary, SCHEMA), torch.zeros(session._model.vocab)
     states, drawn = [], []
     for _ in range(12):
@@ -100,21 +100,21 @@ def test_what_was_withdrawn_is_forgotten(session, vocabulary):
     assert not states[0].equal(states[-1])
     grammar.go_back(12)
     assert grammar.masked(logits).equal(states[0])
-    grammar.go_back(5)  # of a thought, which was not taken
+    grammar.go_back(5)  # of a thought, which the grammar did not take
     for token, state in zip(drawn, states, strict=True):
         assert grammar.masked(logits).equal(state)
         grammar.take(token)
 
 
 @pytest.mark.parametrize("schema", ["{", '{"type": "obj"}', '{"$ref": "#/nowhere"}', "[]", '{"enum": []}'])
-def test_a_schema_that_nothing_fits_is_refused(session, schema):
+def test_invalid_schemas_are_refused(session, schema):
     with pytest.raises(UsageError) as caught:
         ask(session, sampling=Sampling(), json_schema=schema)
     assert caught.value.detail
     assert session.total == 0
 
 
-def test_without_its_package_it_is_said_how_to_install_it(session, monkeypatch):
+def test_missing_package_error_says_how_to_install_it(session, monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "llguidance" else name)
     with pytest.raises(UsageError) as caught:
         ask(session, sampling=Sampling(), json_schema=SCHEMA)

@@ -70,7 +70,7 @@ def distribution(sampler: Sampler, scores: Tensor) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-def test_the_distribution_is_that_of_transformers(sampling, spread):
+def test_distribution_matches_transformers(sampling, spread):
     seen = list(range(0, VOCAB, 3))
     for seed in range(5):
         scores = logits(seed, spread)
@@ -81,14 +81,14 @@ def test_the_distribution_is_that_of_transformers(sampling, spread):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_a_model_has_a_temperature_of_its_own_where_none_is_asked_for():
+def test_models_own_temperature_is_the_default():
     scores, own = logits(0), Sampler(Sampling(), VOCAB, "cpu", Sampling(temperature=0.3))
     torch.testing.assert_close(distribution(own, scores), reference(Sampling(temperature=0.3), scores, []))
     assert Sampler(Sampling(), VOCAB, "cpu", Sampling(temperature=0.0)).greedy
     assert not Sampler(Sampling(temperature=1.0), VOCAB, "cpu", Sampling(temperature=0.0)).greedy
 
 
-def test_tokens_are_drawn_by_their_probability():
+def test_tokens_are_drawn_by_probability():
     sampling = Sampling(temperature=1.0, top_k=5, top_p=0.95, seed=1)
     sampler, scores, n = Sampler(sampling, VOCAB, "cpu"), logits(0, 1.5), 4000
     counts = torch.bincount(torch.stack([sampler(scores) for _ in range(n)]), minlength=VOCAB) / n
@@ -97,15 +97,15 @@ def test_tokens_are_drawn_by_their_probability():
     assert (counts - wanted).abs().max() < 5 * math.sqrt(0.25 / n)
 
 
-def test_no_random_number_draws_a_token_of_weight_zero(monkeypatch):
+def test_tokens_of_zero_weight_are_never_drawn(monkeypatch):
     for bits in (0, 2**31 - 1):
         monkeypatch.setattr(Tensor, "random_", lambda self, bits=bits, **_options: self.fill_(bits))
         assert read(Sampler(Sampling(min_p=0.9), VOCAB, "cpu")(torch.arange(VOCAB) * 1.0)) == VOCAB - 1
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)], ids=str)
-def test_nearly_the_same_logits_nearly_always_draw_the_same_token(sampling):
-    """As often as two who each know one of the distributions and the same random numbers can agree on."""
+def test_similar_logits_usually_draw_the_same_token(sampling):
+    """As often as possible for two parties that know one of the distributions each and share random numbers."""
     samplers = [Sampler(replace(sampling, seed=5), VOCAB, "cpu") for _ in range(2)]
     same, bound, draws = 0, 0.0, 2000
     for number in range(draws):
@@ -119,7 +119,7 @@ def test_nearly_the_same_logits_nearly_always_draw_the_same_token(sampling):
     assert same / draws > bound / draws - 4 * math.sqrt(0.25 / draws)
 
 
-def test_greedy_takes_the_largest_also_after_the_penalty():
+def test_greedy_takes_the_largest_logit_after_the_penalty():
     scores = torch.zeros(VOCAB)
     scores[7], scores[9] = 2.0, 1.9
     assert read(Sampler(Sampling(temperature=0), VOCAB, "cpu")(scores)) == 7
@@ -127,7 +127,7 @@ def test_greedy_takes_the_largest_also_after_the_penalty():
     assert [read(sampler(scores)) for _ in range(3)] == [7, 9, 7]  # a drawn token is penalized from then on
 
 
-def test_presence_counts_once_and_frequency_each_time_and_of_the_prompt_neither():
+def test_presence_and_frequency_penalties_ignore_the_prompt():
     scores = torch.full((VOCAB,), -9.0)
     scores[7], scores[9] = 2.0, 0.9
     present = Sampler(Sampling(temperature=0, presence_penalty=1.0), VOCAB, "cpu")
@@ -145,7 +145,7 @@ def test_presence_counts_once_and_frequency_each_time_and_of_the_prompt_neither(
     assert read(liked(scores)) == 9
 
 
-def test_a_token_is_a_scalar_on_the_device():
+def test_token_is_a_scalar_on_the_device():
     token = Sampler(Sampling(), VOCAB, "cpu")(logits(0))
     assert (token.shape, token.dtype) == (torch.Size([]), torch.int64)
 
@@ -154,14 +154,14 @@ def draw(sampler: Sampler) -> list[int]:
     return [read(sampler(logits(i))) for i in range(20)]
 
 
-def test_the_same_seed_gives_the_same_tokens():
+def test_same_seed_gives_the_same_tokens():
     make = lambda seed: Sampler(Sampling(temperature=1.5, seed=seed), VOCAB, "cpu")  # noqa: E731
     assert draw(make(3)) == draw(make(3))
     assert draw(make(3)) != draw(make(4))
     assert draw(make(None)) != draw(make(None))
 
 
-def test_a_rewound_sampler_repeats_itself_and_a_forked_one_does_not():
+def test_rewound_sampler_repeats_and_a_forked_one_does_not():
     sampler = Sampler(Sampling(temperature=1.5, seed=3, repetition_penalty=1.1), VOCAB, "cpu")
     draw(sampler)
     state = sampler.state()
@@ -182,7 +182,7 @@ def test_a_rewound_sampler_repeats_itself_and_a_forked_one_does_not():
     [Sampling(temperature=0), Sampling(), Sampling(top_p=0.5), Sampling(top_k=3, min_p=0.5, repetition_penalty=2.0)],
     ids=str,
 )
-def test_logits_that_are_not_finite_raise_when_the_token_is_read(sampling, bad):
+def test_non_finite_logits_raise_when_the_token_is_read(sampling, bad):
     scores = logits(0)
     scores[5] = bad
     token = Sampler(sampling, VOCAB, "cpu")(scores)
@@ -192,7 +192,7 @@ def test_logits_that_are_not_finite_raise_when_the_token_is_read(sampling, bad):
         read(Sampler(sampling, VOCAB, "cpu")(torch.full((VOCAB,), -math.inf)))
 
 
-def test_tokens_that_the_model_rules_out_are_never_drawn():
+def test_tokens_ruled_out_by_the_model_are_never_drawn():
     scores = torch.full((VOCAB,), -math.inf)
     scores[100:103] = 0
     for sampling in (Sampling(temperature=0), Sampling(top_p=0.9), Sampling(top_k=400)):
@@ -217,13 +217,13 @@ def test_tokens_that_the_model_rules_out_are_never_drawn():
         ("stop", ("a", "")),
     ],
 )
-def test_a_setting_out_of_range_is_refused_with_name_and_value(name, value):
+def test_setting_out_of_range_is_refused_by_name_and_value(name, value):
     with pytest.raises(UsageError, match=name) as caught:
         Sampler(Sampling(**{name: value}), VOCAB, "cpu")
     assert name == "stop" or repr(value) in str(caught.value)
 
 
-def test_the_edges_of_the_ranges_are_allowed():
+def test_range_limits_are_allowed():
     edges = Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=0.5, max_new_tokens=1, seed=0)
     assert Sampler(edges, VOCAB, "cpu").sampling == edges
 
@@ -239,7 +239,7 @@ def test_the_edges_of_the_ranges_are_allowed():
     ids=str,
 )
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_a_token_is_drawn_at_the_edges_of_the_ranges(sampling, spread):
+def test_tokens_are_drawn_at_the_range_limits(sampling, spread):
     sampler = Sampler(sampling, VOCAB, "cpu")
     sampler.see([1, 2])
     assert 0 <= read(sampler(logits(0, spread))) < VOCAB
@@ -251,12 +251,12 @@ def test_a_token_is_drawn_at_the_edges_of_the_ranges(sampling, spread):
     [Sampling(temperature=0), Sampling(top_p=0.9), Sampling(top_k=9, min_p=0.1, repetition_penalty=1.1)],
     ids=str,
 )
-def test_no_call_waits_for_the_gpu(sampling):
+def test_sampling_does_not_wait_for_the_gpu(sampling):
     sampler, scores = Sampler(sampling, VOCAB, "cuda"), logits(0).cuda()
     sampler(scores)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does not see every wait
+            warnings.simplefilter("ignore")  # it warns that it does not see every wait
             torch.cuda.set_sync_debug_mode("error")
         token = sampler(scores)
     finally:
@@ -264,7 +264,7 @@ def test_no_call_waits_for_the_gpu(sampling):
     assert 0 <= read(token) < VOCAB
 
 
-def test_what_a_models_makers_advise_is_taken_whole_or_not_at_all():
+def test_advised_settings_apply_entirely_or_not_at_all():
     advised = Sampling(temperature=1.9, top_k=1, repetition_penalty=1.1)
     taken = Sampler(Sampling(seed=3), VOCAB, "cpu", advised).sampling
     assert taken == Sampling(temperature=1.9, top_k=1, repetition_penalty=1.1, seed=3)

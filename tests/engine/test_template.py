@@ -1,4 +1,4 @@
-"""Templates of others come out as transformers renders them."""
+"""Chat templates of other models render as in transformers."""
 
 from datetime import datetime
 
@@ -18,7 +18,7 @@ MESSAGES = [
     {"role": "user", "content": "Thanks 😀 {} %s"},
 ]
 
-GENUINE = {
+REAL = {
     "roles": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}",
     "tokens": "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim + eos_token }}{% endfor %}",
     "thinking": (
@@ -64,14 +64,14 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
 
 
-@pytest.mark.parametrize("genuine", [None, *GENUINE.values()], ids=["bundled", *GENUINE])
-def test_a_genuine_template_gives_what_transformers_gives(tokenizer, genuine):
-    tokenizer.chat_template = genuine or tokenizer.chat_template
+@pytest.mark.parametrize("template", [None, *REAL.values()], ids=["bundled", *REAL])
+def test_real_templates_render_as_in_transformers(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
     long = [{**message, "content": message["content"] * 10_000} for message in MESSAGES]
-    for messages in (MESSAGES, long, MESSAGES[1:3] * (500 if genuine == GENUINE["thinking"] else 1)):
+    for messages in (MESSAGES, long, MESSAGES[1:3] * (500 if template == REAL["thinking"] else 1)):
         expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
-    tokenizer.chat_template = f"\ufeff{tokenizer.chat_template}"  # a mark of byte order is not rendered
+    tokenizer.chat_template = f"\ufeff{tokenizer.chat_template}"  # a byte order mark is not rendered
     assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
 
 
@@ -81,7 +81,7 @@ THINKS = (
 )
 
 
-def test_its_variables_are_found_and_given_to_it(tokenizer):
+def test_template_variables_are_found_and_set(tokenizer):
     tokenizer.chat_template = THINKS
     assert ChatTemplate(tokenizer).variables == ("enable_thinking", "reasoning_effort")
     question = [{"role": "user", "content": "Hi"}]
@@ -92,9 +92,9 @@ def test_its_variables_are_found_and_given_to_it(tokenizer):
     assert ChatTemplate(tokenizer, given).render(question, datetime.now()).startswith("Hi<think></think>low")
 
 
-def test_of_templates_with_names_the_one_for_tools_is_taken_where_there_are_tools(tokenizer):
+def test_tool_template_is_used_when_tools_are_given(tokenizer):
     written = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{}</tool_call>"
-    tokenizer.chat_template = {"default": GENUINE["thinking"], "tool_use": GENUINE["roles"] + written}
+    tokenizer.chat_template = {"default": REAL["thinking"], "tool_use": REAL["roles"] + written}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     for given in ({}, {"tools": tools}):
         expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **given)
@@ -117,13 +117,13 @@ OTHER_TAGS = "<seed:tool_call><function={{ c.function.name }}></function></seed:
 @pytest.mark.parametrize(
     ("call", "is_known"), [(AS_JSON, True), (AS_TAGS, False), (OTHER_TAGS, False), ("", True), ("{{ 1 / 0 }}", True)]
 )
-def test_calls_that_a_template_writes_in_another_form_are_not_taken_for_known(tokenizer, call, is_known):
+def test_unknown_call_formats_are_not_parsed(tokenizer, call, is_known):
     """They would stay text, and nobody would run them; templates that write none are known by their tags."""
     tokenizer.chat_template = ONE_CALL.replace("%s", call)
     assert bool(ChatTemplate(tokenizer).calls) == is_known
 
 
-def test_variables_are_json_or_text():
+def test_variables_are_parsed_as_json_or_text():
     args = ["a=true", "b=False", "c=3", 'd=["x"]', "e=low", "f=", "g=1=2"]
     assert parse_args(args) == {"a": True, "b": False, "c": 3, "d": ["x"], "e": "low", "f": "", "g": "1=2"}
     for wrong in ("a", "=3", "two words=3", "messages=[]", "add_generation_prompt=false"):
@@ -135,8 +135,8 @@ REACHING_OUT = ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ st
 ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
 
 
-@pytest.mark.parametrize("reaches", REACHING_OUT)
-def test_nothing_beside_the_conversation_is_in_reach(tokenizer, reaches):
-    tokenizer.chat_template = reaches
+@pytest.mark.parametrize("template", REACHING_OUT)
+def test_templates_reach_nothing_but_the_conversation(tokenizer, template):
+    tokenizer.chat_template = template
     with pytest.raises(SecurityError):
         ChatTemplate(tokenizer).render(ASKED, datetime.now())
