@@ -1,4 +1,4 @@
-"""What a token would take on a card by its data sheet: the sums, and how far they were from what was measured."""
+"""The time for a token on a card by its data sheet: the sums, and how far they were from measurements."""
 
 import json
 from dataclasses import replace
@@ -31,9 +31,9 @@ def h200(device_free: int = 100 * 2**30) -> Machine:
     return Machine(*rates, round(RESULT["floor_ms"] / 1000 * rates[0]), device_free, cards.HOST_FREE)
 
 
-def test_what_was_measured_over_what_is_computed_is_that_of_the_committed_measurement():
+def test_measured_ratios_match_the_committed_measurement():
     given = {mode: {"budget": 2080} for mode in ("streaming", "speculative", "sync")}
-    given["speculative"]["rest"] = "none"  # when it was measured there was nothing else
+    given["speculative"]["rest"] = "none"  # the only choice when it was measured
     computed = cards.computed_ms(Load("an 8B", given=given), h200(), llama_8b(), [32_768])
     for way, expected in cards.MEASURED.items():
         rows = [row for row in RESULT["summary"] if row["variant"] == way]
@@ -41,17 +41,17 @@ def test_what_was_measured_over_what_is_computed_is_that_of_the_committed_measur
         assert measured / computed[way][32_768] == pytest.approx(expected, abs=0.006), way
 
 
-def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_that():
+def test_8_bit_pages_halve_what_full_reads_over_the_link():
     found = cards.computed_ms(Load("an 8B"), h200(4 * 2**30), llama_8b(), [4096, 65_536])
     assert found["full"][65_536] is None
     assert found["full"][4096] == pytest.approx(RESULT["floor_ms"] + 4096 * 131_072 / h200().read * 1000, rel=0.1)
-    exact, rounded = (found[f"full from RAM{pages}"][65_536] for pages in ("", " with 8-bit pages"))
-    assert 0.5 < rounded / exact < 0.6
+    exact, quantized = (found[f"full from RAM{pages}"][65_536] for pages in ("", " with 8-bit pages"))
+    assert 0.5 < quantized / exact < 0.6
     assert found["streaming"][65_536] < found["speculative"][65_536] < exact
 
 
-def test_a_budget_by_default_costs_what_it_costs_when_it_is_given():
-    """Of what speculative keeps on a card, its index and first layer come over no link."""
+def test_default_budget_costs_as_much_as_a_given_one():
+    """The index and first layer that speculative keeps on a card do not cross the link."""
     default, given = (
         cards.computed_ms(Load("an 8B", given=given), h200(), llama_8b(), [131_072])["speculative"][131_072]
         for given in ({}, {"speculative": {"budget": 2048}})
@@ -63,7 +63,7 @@ def test_a_budget_by_default_costs_what_it_costs_when_it_is_given():
     ("link", "weights_s", "gains"),
     [(22e9, 0.0096, {0.7: 2.3, 0.85: 3.6, 0.95: 6.4}), (3.5e9, 0.013, {0.7: 2.9, 0.85: 5.2})],
 )
-def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
+def test_gain_of_drafts_over_a_link_matches_the_formula(link, weights_s, gains):
     """About an 8B in 4 bits on a card of 500 GB/s, all but 2,048 tokens in RAM."""
     tokens = 32_768
     machine = Machine(500e9, link, int(weights_s * 500e9), 2**40, cards.HOST_FREE)
@@ -81,7 +81,7 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
     assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(setup, weights_s), rel=0.02)
 
 
-def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():
+def test_tokens_over_a_link_have_rows_with_and_without_the_cpu():
     load, tokens = Load("an 8B", given={"full": {"resident": 2048}}), 32_768
     laptop = Machine(256e9, 13e9, 5 * 2**30, 2**40, cards.HOST_FREE)
     alone, both = (cards.computed_ms(load, replace(laptop, cpu=cpu), llama_8b(), [tokens]) for cpu in (0.0, 31e9))
@@ -93,15 +93,15 @@ def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():
     assert both[drafted] == alone[drafted]  # verifications use the link alone
 
 
-def test_all_weights_that_leave_room_and_no_context_that_the_model_has_not():
+def test_costs_cover_weights_that_fit_and_valid_contexts():
     exact, *smaller = cards.card_costs(Load("bundled"), "rtx 4060 LAPTOP", cards.CONTEXTS, print)
     assert (exact.card, exact.dtype, exact.quantize) == ("RTX 4060 laptop", "bfloat16", "none")
-    assert set(exact.computed_ms["full"]) == {8192}, "it reads 16,384"
+    assert set(exact.computed_ms["full"]) == {8192}, "its context is 16,384"
     assert exact.floor_ms == pytest.approx(1000 * exact.weights / (cards.REACHED * 256e9), rel=0.2)
     assert {costs.quantize for costs in smaller} == {"int8", "int4", "nf4"}
 
 
-def test_an_unknown_card_is_refused_and_so_is_one_that_weights_fill(monkeypatch):
+def test_unknown_and_too_small_cards_are_refused(monkeypatch):
     with pytest.raises(UsageError, match="RTX 3061"):
         cards.card_costs(Load("bundled"), "RTX 3061", cards.CONTEXTS, print)
     monkeypatch.setitem(cards.CARDS, "small", cards.Card(0.02, 100, 10, (8, 6), 50))
