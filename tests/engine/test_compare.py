@@ -1,4 +1,4 @@
-"""Comparisons: modes told apart from the same K/V, and everything as it was before, however they end."""
+"""Comparisons: modes answer from the same K/V, and the session is unchanged afterwards, however they end."""
 
 import copy
 from dataclasses import replace
@@ -28,7 +28,7 @@ VARIANTS = (Variant("full"), NARROW, Variant("speculative"))
 
 
 def state_of(session: Session) -> tuple[object, ...]:
-    """All that a comparison must leave as it was."""
+    """Everything that a comparison must leave unchanged."""
     state = session._kv.state
     stored = copy.deepcopy(vars(session._loop.stored))
     mode = (session._switcher.parameters, session._switcher.system_tokens, copy.deepcopy(session._switcher.given))
@@ -45,14 +45,14 @@ def same(one: object, other: object) -> bool:
 
 @pytest.fixture
 def session(model):
-    """A conversation whose answer was computed with less context."""
+    """A conversation whose answer was computed with reduced context."""
     session = Session(model, entering("streaming", NARROW.params))
     list(session.answer(STORY, SAMPLING))
     assert session.snapshot().reduced_tokens > 0
     return session
 
 
-def test_modes_are_told_apart_and_the_same_mode_is_not(session):
+def test_comparison_measures_how_modes_differ(session):
     before = state_of(session)
     events = list(session.compare(STORY, (*VARIANTS, Variant("full")), SAMPLING))
     assert isinstance(events[0], Started)
@@ -72,18 +72,18 @@ def test_modes_are_told_apart_and_the_same_mode_is_not(session):
     assert same(state_of(session), before)
 
 
-def test_variants_draw_with_one_seed_where_none_is_given(model):
+def test_variants_share_a_seed_if_none_is_given(model):
     *_, compared = Session(model).compare(STORY, (Variant("full"), Variant("full")), replace(SAMPLING, seed=None))
     assert compared.runs[0].pieces == compared.runs[1].pieces
 
 
-def test_the_first_answer_is_that_of_the_mode_itself(session, model):
+def test_first_run_matches_the_modes_own_answer(session, model):
     *_, compared = session.compare(STORY, VARIANTS[:1], SAMPLING)
     *_, finished = Session(model).answer(STORY, SAMPLING)
     assert compared.runs[0].text == finished.text
 
 
-def test_all_of_a_pinned_question_is_pinned_in_each_mode_as_in_its_own_answer(model):
+def test_pinned_question_is_pinned_in_each_compared_mode(model):
     session, own = Session(model), Session(model, entering("streaming", NARROW.params))
     pinned = (replace(STORY[0], pinned=True),)
     list(own.answer(pinned, SAMPLING))
@@ -93,8 +93,8 @@ def test_all_of_a_pinned_question_is_pinned_in_each_mode_as_in_its_own_answer(mo
     assert set(seen) == {own._kv.state.pins}
 
 
-def test_what_was_computed_with_less_context_is_read_again(session):
-    """In the comparison all modes begin from exact K/V, also of an earlier answer that was reduced."""
+def test_reduced_tokens_are_recomputed_for_a_comparison(session):
+    """All modes start from exact K/V, also of an earlier answer with reduced context."""
     answer = session.text(0, session.total).rsplit("<|assistant|>", 1)[1]
     turns = (*STORY, Turn("assistant", answer), Turn("user", "Thank you. Who was calm?"))
     before, first = state_of(session), session._loop.stored.first_reduced
@@ -106,24 +106,24 @@ def test_what_was_computed_with_less_context_is_read_again(session):
     assert compared.runs[1].agreement.kl_mean == pytest.approx(fresh.runs[1].agreement.kl_mean, abs=1e-3)
 
 
-def test_the_figures_of_the_conversation_stay_its_own(model):
+def test_comparison_leaves_the_conversations_metrics_unchanged(model):
     paged = {"unit": "page", "budget": 128, "sink": 16, "window": 32}
     session = Session(model, entering("speculative", paged))
     list(session.answer(STORY, SAMPLING))
 
-    def figures():
+    def metrics():
         shown = session.snapshot()
         return shown.step_bytes, shown.recall_hit_rate, shown.recall_ms_p50, shown.exposed_ms_p95, shown.tokens_per_s
 
-    before = figures()
+    before = metrics()
     assert before[0] > 0
     for _ in session.compare(STORY, VARIANTS, SAMPLING):
         session.snapshot()  # as the worker does meanwhile
-    assert figures() == before
+    assert metrics() == before
 
 
 @pytest.mark.parametrize("end", ["stop while reading", "stop", "close", "fail", "nothing shared"])
-def test_a_comparison_that_ends_early_leaves_all_as_it_was(session, end, monkeypatch):
+def test_comparison_that_ends_early_changes_nothing(session, end, monkeypatch):
     monkeypatch.setattr(compare, "PROGRESS_S", 0.0)
     turns = STORY if end not in ("stop while reading", "nothing shared") else (Turn("user", "Hello! " * 30),)
     before = state_of(session)
@@ -162,7 +162,7 @@ def fails_after(steps: int, step):
     return fail
 
 
-def test_what_a_comparison_kept_from_being_written_is_written_after_it(bundled, tmp_path, monkeypatch):
+def test_writing_resumes_after_a_comparison(bundled, tmp_path, monkeypatch):
     session = Session(bundled, Load(keeping=Keeping(saved_bytes=2**30, folder=str(tmp_path))))
     monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
     list(session.answer(STORY, SAMPLING, None, "a"))
@@ -174,7 +174,7 @@ def test_what_a_comparison_kept_from_being_written_is_written_after_it(bundled, 
     assert file.rows()["id"].tolist() == ids
 
 
-def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(session, monkeypatch):
+def test_refused_mode_is_a_row_and_an_unknown_one_an_error(session, monkeypatch):
     enter = session._switcher.enter
 
     def refuse(parameters):
@@ -197,7 +197,7 @@ def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(ses
     assert same(state_of(session), before)
 
 
-def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared():
+def test_hybrid_model_continues_as_without_a_comparison():
     model, short = speaking("qwen3_5"), replace(SAMPLING, max_new_tokens=6)
     one, other = Session(model), Session(model)
     for session in (one, other):
@@ -208,17 +208,17 @@ def test_a_hybrid_model_goes_on_as_if_nothing_had_been_compared():
 
 
 @pytest.mark.parametrize(("name", "host_dtype"), [("llama", "model"), ("llama", "int8"), ("qwen3_5", "model")])
-def test_where_memory_runs_out_for_putting_back_the_conversation_is_read_again(name, host_dtype, monkeypatch):
-    """torch's own error came through, the ids of K/V that were not there stayed, and a hybrid answered otherwise."""
+def test_conversation_is_recomputed_if_memory_runs_out_on_restoring(name, host_dtype, monkeypatch):
+    """torch's own error escaped, ids without K/V stayed, and a hybrid answered differently."""
     model, short = speaking(name), replace(SAMPLING, max_new_tokens=2)
     one, other = (Session(model, Load(host_dtype=host_dtype)) for _ in range(2))
     for session in (one, other):
         list(session.answer((Turn("user", "The sea was calm, and the whale went on."),), short))
     put = one._kv.state.host.put
 
-    def fail(*given):
+    def fail(*args):
         with MemoryRunsOut(1):
-            put(*given)
+            put(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(one._kv.state.host, "put", fail)
@@ -248,10 +248,10 @@ def test_logits_are_compared_after_the_first():
     assert compare_logits(None, one[:1], one[:1]).same_choice is None
 
 
-# ---- A fact hidden in a text: the same for the same seed, told once, early
+# ---- A fact hidden in a text: the same for the same seed, stated once, early
 
 
-def test_the_fact_is_told_once_and_early(model):
+def test_hidden_fact_appears_once_and_early(model):
     tokenizer = model.tokenizer
     for seed in "012":
         case = synthetic_text.hide(seed, 600, tokenizer)
@@ -261,11 +261,11 @@ def test_the_fact_is_told_once_and_early(model):
         before = next(at for at, text in enumerate(texts) if case.answer in text)
         read = [len(tokenizer.encode(text)) for text in texts]
         assert 600 <= sum(read) < 800
-        assert sum(read[before + 1 :]) > 100, "it does not stand right before the question"
+        assert sum(read[before + 1 :]) > 100, "it is not right before the question"
         assert case.turns[-1].content.endswith("?")
 
 
-def test_one_text_says_the_fact_once_in_its_first_half(model):
+def test_single_text_has_the_fact_in_its_first_half(model):
     for seed in "012":
         case = synthetic_text.in_one_text(seed, 600, model.tokenizer)
         assert case == synthetic_text.in_one_text(seed, 600, model.tokenizer)
@@ -277,21 +277,21 @@ def test_one_text_says_the_fact_once_in_its_first_half(model):
         assert turn.content.endswith("?")
 
 
-def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model):
+def test_passage_ends_with_the_sentence_that_reaches_its_length(model):
     for tokens in (0, 1, 30, 300):
         text, sentence, whole = sentences(7), sentences(7), ""
         while len(model.tokenizer.encode(whole)) < tokens:
             whole = f"{whole} {next(sentence)}".strip()
         assert synthetic_text.passage(text, tokens, model.tokenizer) == whole
-        assert next(text) == next(sentence), "no sentence more is taken"
+        assert next(text) == next(sentence), "no further sentence is taken"
 
 
-def test_a_long_passage_is_counted_a_few_times_only(model):
+def test_long_passage_is_tokenized_only_a_few_times(model):
     encode = Mock(side_effect=model.tokenizer.encode)
     synthetic_text.passage(sentences(0), 20_000, SimpleNamespace(encode=encode))
     assert encode.call_count < 100
 
 
-def test_a_text_longer_than_the_context_is_refused(model):
+def test_needle_text_longer_than_the_context_is_refused(model):
     with pytest.raises(DoesNotFitError):
         Session(model).hide_needle(model.context + 1, 0)

@@ -1,4 +1,4 @@
-"""What callers of the Python API may do wrong: each a clear error, and nothing stored is lost by it."""
+"""Misuse of the Python API: each mistake is a clear error, and nothing stored is lost."""
 
 import os
 import subprocess
@@ -45,16 +45,16 @@ CHANGES = {
     "resume": lambda s: list(s.resume("other", HELLO)),
     "compare": lambda s: list(s.compare(HELLO, BOTH, GREEDY)),
 }
-LOOKS = (
+QUERIES = (
     *(lambda s: s.prices(), lambda s: s.attended(0), lambda s: s.text(0, 1), lambda s: s.snapshot()),
     *(lambda s: s.total, lambda s: s.info, lambda s: s.model, lambda s: s.withdrawable),
     *(lambda s: s.hide_needle(300, 1), lambda s: s.details()),
 )
 
 
-def test_a_closed_session_says_so(session):
+def test_closed_session_raises_a_clear_error(session):
     session.close()
-    for use in (*CHANGES.values(), *LOOKS):
+    for use in (*CHANGES.values(), *QUERIES):
         with pytest.raises(UsageError, match="closed"):
             use(session)
     assert session.token_ids == []
@@ -62,12 +62,12 @@ def test_a_closed_session_says_so(session):
     session.close()
 
 
-def test_a_misspelled_name_is_no_closed_session():
+def test_misspelled_attribute_raises_attribute_error():
     with pytest.raises(AttributeError, match="spelled"):
         Released().spelled  # noqa: B018
 
 
-def test_of_two_answers_asked_for_the_first_to_begin_is_given(session):
+def test_first_answer_to_begin_wins(session):
     first, second = session.chat("One?", GREEDY), session.chat("Two?", GREEDY)
     next(second)
     with pytest.raises(UsageError, match="in progress"):
@@ -76,7 +76,7 @@ def test_of_two_answers_asked_for_the_first_to_begin_is_given(session):
     assert [turn.content for turn in session._turns if turn.role == "user"] == ["Two?"]
 
 
-def test_a_closed_or_forgotten_answer_makes_room_for_the_next(session):
+def test_closed_or_dropped_answer_allows_the_next(session):
     session.cancel()  # which stops nothing
     answer = session.chat("One?", GREEDY)
     next(answer)
@@ -87,12 +87,12 @@ def test_a_closed_or_forgotten_answer_makes_room_for_the_next(session):
     assert [turn.content for turn in session._turns if turn.role == "user"] == ["One?", "Two?", "Three?"]
 
 
-def test_ids_and_layers_that_do_not_exist_are_refused(session):
+def test_invalid_ids_and_layers_are_refused(session):
     for token in (-1, 10**6, 2**70):
         for use in (session.step, lambda it: session.prefill([5, it]), session.attended):
             with pytest.raises(UsageError, match="There is no"):
                 use(token)
-    for value in (5.0, "5", None):  # no whole numbers
+    for value in (5.0, "5", None):  # not whole numbers
         for use in (session.step, lambda it: session.prefill([5, it])):
             with pytest.raises(UsageError):
                 use(value)
@@ -104,7 +104,7 @@ def test_ids_and_layers_that_do_not_exist_are_refused(session):
     assert session.total == 0
 
 
-def test_sampling_of_wrong_types_is_refused_and_numbers_given_as_text_are_numbers(session):
+def test_wrong_sampling_types_are_refused_and_numbers_parsed(session):
     wrong = {"temperature": "hot", "top_k": 1.5, "stop": 5, "max_new_tokens": None, "seed": object()}
     for given in (*({name: value} for name, value in wrong.items()), {"stop": (1,)}, {"stop": ("",)}):
         with pytest.raises(UsageError):
@@ -117,7 +117,7 @@ def test_sampling_of_wrong_types_is_refused_and_numbers_given_as_text_are_number
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_answer_is_canceled_from_the_moment_it_was_asked_for(session, begun):
+def test_cancel_stops_an_answer_before_its_prefill(session, begun):
     answer = session.answer(HELLO, GREEDY)
     if begun:
         assert isinstance(next(answer), Started)
@@ -128,7 +128,7 @@ def test_an_answer_is_canceled_from_the_moment_it_was_asked_for(session, begun):
     assert list(session.answer(HELLO, GREEDY))[-1].text
 
 
-# ---- Threads that use one session at once: what one of them does is whole, and the others are told so
+# ---- Threads that use one session at once: one completes its call, and the others get an error
 
 
 PROMPT = range(100, 300)
@@ -144,13 +144,13 @@ def in_mode(model: LoadedModel, mode: str) -> Session:
 
 
 def run_at_once(*uses: Callable[[], object]) -> list[BaseException]:
-    """Run each in a thread of its own; what they raised."""
+    """Run each in its own thread; return what they raised."""
     raised: list[BaseException] = []
 
     def run(use: Callable[[], object]) -> None:
         try:
             use()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, it is no thread's to tell
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the test reports it
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(use,)) for use in uses]
@@ -161,8 +161,8 @@ def run_at_once(*uses: Callable[[], object]) -> list[BaseException]:
     return raised
 
 
-def until_it_may(use: Callable[[], object]) -> None:
-    """Try until no other thread is inside, as fast as it can."""
+def retry_while_busy(use: Callable[[], object]) -> None:
+    """Retry, as fast as possible, until no other thread is inside."""
     while True:
         try:
             use()
@@ -173,8 +173,8 @@ def until_it_may(use: Callable[[], object]) -> None:
             return
 
 
-def as_one_thread_would(session: Session, again: Session) -> bool:
-    """Whether what is stored reads as if one thread had stored the same tokens."""
+def matches_one_thread(session: Session, again: Session) -> bool:
+    """True if what is stored reads as if one thread had stored the same tokens."""
     check_integrity(session._kv.state)
     stored = session._loop.stored.ids
     assert session.total == len(stored)
@@ -185,21 +185,21 @@ def as_one_thread_would(session: Session, again: Session) -> bool:
 
 
 @pytest.mark.parametrize("mode", mode_names())
-def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(model, mode):
-    """Integrity was lost in freeze, streaming and sync without a word."""
+def test_two_stepping_threads_match_one_thread(model, mode):
+    """Freeze, streaming and sync lost their integrity silently."""
     session = in_mode(model, mode)
     session.prefill(PROMPT)
 
     def steps(token):
         for _ in range(STEPS):
-            until_it_may(lambda: session.step(token))
+            retry_while_busy(lambda: session.step(token))
 
     assert run_at_once(lambda: steps(5), lambda: steps(6)) == []
     assert sorted(session._loop.stored.ids[len(PROMPT) :]) == [5] * STEPS + [6] * STEPS
-    assert as_one_thread_would(session, in_mode(model, mode))
+    assert matches_one_thread(session, in_mode(model, mode))
 
 
-def test_nothing_begins_while_another_thread_is_inside(model):
+def test_calls_are_refused_while_another_thread_is_inside(model):
     session, entered, done = Session(model), threading.Event(), threading.Event()
     session.prefill(PROMPT)
     forward = session._runner._forward
@@ -217,10 +217,10 @@ def test_nothing_begins_while_another_thread_is_inside(model):
         thread.join()
     session._runner._forward = forward
     assert session._loop.stored.ids == [*PROMPT, 9]
-    assert as_one_thread_would(session, Session(model))
+    assert matches_one_thread(session, Session(model))
 
 
-def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_displaced_after_that(model, monkeypatch):
+def test_refused_comparison_is_undone_after_a_concurrent_switch(model, monkeypatch):
     session = Session(model)
     switching, refused, done = threading.Event(), threading.Event(), threading.Event()
     session.prefill(PROMPT)
@@ -248,7 +248,7 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
         thread.join()
     comparing.join()
     assert session._loop.stored.ids == list(PROMPT)
-    assert as_one_thread_would(session, in_mode(model, session.info.mode))
+    assert matches_one_thread(session, in_mode(model, session.info.mode))
 
 
 def test_threads_may_take_turns(model):
@@ -258,12 +258,12 @@ def test_threads_may_take_turns(model):
     while run_at_once(lambda: events.append(next(answer))) == []:
         assert run_at_once(lambda: session.switch("streaming", budget=128)) == []
     assert type(events[-1]).__name__ == "Finished"
-    # One that is inside may enter again.
-    asked = session.answer(HELLO, GREEDY, lambda generated: session.switch("streaming", budget=128 + 32 * generated))
-    assert list(asked)[-1].reason == "length"
+    # A thread that is inside may enter again.
+    nested = session.answer(HELLO, GREEDY, lambda generated: session.switch("streaming", budget=128 + 32 * generated))
+    assert list(nested)[-1].reason == "length"
 
 
-# ---- What else callers of the Python API may do wrong: forks in the middle of work, odd arguments, a process that ends
+# ---- Other misuse of the Python API: forks in the middle of work, odd arguments, a process that ends
 
 
 LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
@@ -275,17 +275,17 @@ LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
 @pytest.mark.parametrize(
     "begin", [lambda s: s.chat("Hello", GREEDY), lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)]
 )
-def test_what_goes_on_after_close_says_so(model, begin):
+def test_generators_raise_after_close(model, begin):
     session = Session(model, entering("streaming", {"budget": 64}))
     list(session.answer(LONG, GREEDY))
-    going_on = begin(session)
-    next(going_on)
+    in_progress = begin(session)
+    next(in_progress)
     session.close()
     with pytest.raises(UsageError, match="closed"):
-        list(going_on)
+        list(in_progress)
 
 
-def test_an_answer_that_closes_its_session_says_so(model):
+def test_answer_that_closes_its_session_raises(model):
     session = Session(model)
     with pytest.raises(UsageError, match="closed"):
         list(session.answer(HELLO, GREEDY, lambda generated: session.close() if generated == 2 else None))
@@ -297,16 +297,16 @@ def test_an_answer_that_closes_its_session_says_so(model):
 @pytest.mark.parametrize(
     "begin", [lambda s: s.answer(LONG, GREEDY), lambda s: s.rebuild(), lambda s: s.compare(HELLO, BOTH, GREEDY)]
 )
-def test_nothing_else_begins_while_this_is_in_progress(session, begin):
+def test_other_calls_are_refused_while_one_is_in_progress(session, begin):
     session.switch("streaming", budget=64)
     list(session.answer(LONG, GREEDY))
     before = session.total
-    going_on = begin(session)
-    next(going_on)
+    in_progress = begin(session)
+    next(in_progress)
     for use in ("chat", "answer", "rebuild", "prefill", "step", "truncate", "forget", "resume", "compare"):
         with pytest.raises(UsageError, match="answer"):
             CHANGES[use](session)
-    going_on.close()
+    in_progress.close()
     assert 0 < session.total <= before
     check_integrity(session._kv.state)
     assert list(session.answer(HELLO, GREEDY))[-1].text
@@ -315,7 +315,7 @@ def test_nothing_else_begins_while_this_is_in_progress(session, begin):
 # ---- arguments
 
 
-def test_ids_may_come_from_anything_that_gives_them(session):
+def test_ids_may_come_from_any_iterable(session):
     for ids in (np.array([5, 6]), torch.tensor([5, 6]), range(5, 7), iter([5, 6])):
         session.prefill(ids)
     session.step(np.int64(5))
@@ -324,14 +324,14 @@ def test_ids_may_come_from_anything_that_gives_them(session):
     assert {type(token) for token in session._loop.stored.ids} == {int}
 
 
-def test_names_that_nothing_has_are_refused(session):
+def test_unknown_names_are_refused(session):
     for use in (lambda: session.keep_pages("int4"), lambda: load("~nobody-has-this-name/model", device="cpu")):
         with pytest.raises(UsageError):
             use()
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         (Load(mode="ful"), 'no KV mode "ful"'),
         (Load(mode_params={"ful": {}}), 'no KV mode "ful"'),
@@ -341,15 +341,15 @@ def test_names_that_nothing_has_are_refused(session):
         (Load(host_dtype="int4"), 'cannot be stored in "int4"'),
     ],
 )
-def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch, asked, said):
+def test_invalid_values_are_refused_before_loading(monkeypatch, options, message):
     monkeypatch.setattr(sessions, "load_model", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(UsageError, match=said):
-        open_session(asked)
+    with pytest.raises(UsageError, match=message):
+        open_session(options)
 
 
-def test_what_is_asked_for_reaches_the_model_and_the_session_whole(monkeypatch, model):
+def test_load_arguments_reach_the_model_and_the_session(monkeypatch, model):
     seen = []
-    monkeypatch.setattr(sessions, "load_model", lambda asked, progress: seen.append(asked) or model)
+    monkeypatch.setattr(sessions, "load_model", lambda request, progress: seen.append(request) or model)
     session = load("there", device="cpu", mode="streaming", fast=False, host_dtype="int8", system="Short.", budget=64)
     assert seen == [entering("streaming", {"budget": 64}, model="there", device="cpu", fast=False, host_dtype="int8")]
     assert (session.info.mode, session.info.params["budget"]) == ("streaming", 64)
@@ -358,8 +358,8 @@ def test_what_is_asked_for_reaches_the_model_and_the_session_whole(monkeypatch, 
 
 
 @pytest.mark.parametrize("mode", mode_names())
-def test_a_mode_works_or_is_refused_with_any_number(model, mode):
-    """25 pairs of a mode's parameter and a number were taken, and every step after them overflowed (findings, 17)."""
+def test_modes_work_or_are_refused_with_any_number(model, mode):
+    """25 pairs of a parameter and a number were accepted, and every step after them overflowed (findings, 17)."""
     for name, number in product(modes.registered()[mode].model_fields, (MAX_COUNT, MAX_COUNT + 1, 1e300, 5e-324)):
         session = Session(model)
         try:
@@ -383,7 +383,7 @@ def test_a_mode_works_or_is_refused_with_any_number(model, mode):
         lambda s: s.compare(LONG, BOTH, GREEDY),
     ],
 )
-def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
+def test_cancel_from_another_thread_ends_only_the_running_call(session, begin):
     session.switch("streaming", budget=64)
     list(session.answer(LONG, GREEDY))
     done, canceled = threading.Event(), count()
@@ -413,57 +413,57 @@ def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
 # ---- a fork
 
 
-def outcome(use) -> str:
-    """What a fork of this process says of something that is done there; fails where it hangs."""
+def outcome_in_fork(use) -> str:
+    """The result or error of a call in a fork of this process; fails if it hangs."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
-            said = repr(use())
+            text = repr(use())
         except BaseException as error:  # noqa: BLE001  # whatever it is: a fork that came back here would run the tests
-            said = str(error)
-        os.write(writing, said.encode()[:4000])
+            text = str(error)
+        os.write(writing, text.encode()[:4000])
         os._exit(0)
     os.close(writing)
     timer = threading.Timer(PATIENCE_S, os.kill, (child, 9))
     timer.start()
     with open(reading, "rb") as answer:
-        said = answer.read().decode()
+        text = answer.read().decode()
     timer.cancel()
     assert os.waitpid(child, 0)[1] == 0
-    return said
+    return text
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_fork_ends_what_is_in_progress_and_writes_nothing(model, tmp_path, monkeypatch):
+def test_fork_ends_calls_in_progress_and_writes_nothing(model, tmp_path, monkeypatch):
     session = Session(model, Load(keeping=Keeping(0, 2**30, str(tmp_path))))
     monkeypatch.setattr(session._prefix_cache._writer, "begin", lambda jobs: pytest.fail("it writes"))
     with monkeypatch.context() as patch:
         patch.setattr(session._prefix_cache, "save", lambda: None)
         answer = session.answer(LONG, GREEDY, None, "one")
         next(answer)
-        assert "forked process" in outcome(lambda: list(answer))
+        assert "forked process" in outcome_in_fork(lambda: list(answer))
         assert [type(event) for event in answer][-1] is Finished
     answer = session.answer(LONG, GREEDY, None, "one")
     next(answer)
-    assert outcome(answer.close) == "None"
-    assert outcome(session.close) == "None"
+    assert outcome_in_fork(answer.close) == "None"
+    assert outcome_in_fork(session.close) == "None"
     monkeypatch.undo()
     answer.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_fork_loads_no_model(session):
+def test_fork_cannot_load_or_use_a_model(session):
     other = load(Path(bundled_model_dir()), device="cpu")
     assert "".join(other.chat("Hello", GREEDY))
     other.close()
     compared = session.compare(HELLO, BOTH, GREEDY)
     next(compared)
-    assert "forked process" in outcome(lambda: list(compared))
-    assert "forked process" in outcome(compared.close)
-    assert "No model can be loaded" in outcome(lambda: load("bundled", device="cpu"))
-    assert outcome(lambda: session.total) == repr(session.total)
+    assert "forked process" in outcome_in_fork(lambda: list(compared))
+    assert "forked process" in outcome_in_fork(compared.close)
+    assert "No model can be loaded" in outcome_in_fork(lambda: load("bundled", device="cpu"))
+    assert outcome_in_fork(lambda: session.total) == repr(session.total)
     for use in (lambda: list(session.chat("Hello")), lambda: session.switch("streaming"), lambda: session.step(5)):
-        assert "forked process" in outcome(use)
+        assert "forked process" in outcome_in_fork(use)
 
 
 # ---- the end of the process
@@ -481,7 +481,7 @@ for _ in range(3):
 """
 
 
-def test_a_process_that_closes_nothing_ends_without_a_word(tmp_path):
+def test_process_that_closes_nothing_ends_silently(tmp_path):
     """It was aborted while the thread that writes pages was copying one."""
     ran = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S

@@ -1,4 +1,4 @@
-"""The snapshot and the receipt: what they say is what the kv holds and did."""
+"""Snapshots and receipts report what the KV store holds and did."""
 
 import sys
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ from kvchat.protocol.figures import MAX_RIBBON_CELLS, RIBBON, Gpu
 from kvchat.protocol.messages import RECALL_EDGES_MS, Finished, Prefilled, RecallBin, Sampling, Text, Turn, Variant
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
-# Of pages, which come and go on a CPU too.
+# With pages, which are fetched and evicted on a CPU too.
 FOX = (Turn("user", "Once upon a time there was a little fox. " * 40),)
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
 
 
-def filled(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:
-    """``session``, in which ``tokens`` tokens are stored, in a mode."""
+def fill(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:
+    """Store ``tokens`` tokens in ``session``, and switch to a mode."""
     session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
     session.switch(mode, **params)
     return session
@@ -43,11 +43,11 @@ def mean_attended(session: Session) -> float:
 @pytest.mark.parametrize(
     ("mode", "params"), [("full", {}), ("streaming", STREAMING), ("speculative", SPECULATIVE | {"first_full": False})]
 )
-def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mode, params):
+def test_active_is_the_mean_of_attended_and_fits_the_digits(session, mode, params):
     empty = session.snapshot()
     assert (empty.total, empty.ribbon, empty.attended, empty.active) == (0, "", "", 0)
     assert (empty.tokens_per_s, empty.recall_hit_rate) == (None, None)
-    filled(session, 500, mode, **params)
+    fill(session, 500, mode, **params)
     for token in range(12):
         session.step(token)
     snapshot = session.snapshot()
@@ -59,8 +59,8 @@ def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mod
     assert set(snapshot.ribbon) <= set(RIBBON)
 
 
-def test_fetching_is_shown_of_the_current_mode_only(session):
-    filled(session, 640, "speculative", **SPECULATIVE)
+def test_recall_metrics_are_of_the_current_mode_only(session):
+    fill(session, 640, "speculative", **SPECULATIVE)
     for token in range(12):
         session.step(50 * token)
     before = session.snapshot()
@@ -73,7 +73,7 @@ def test_fetching_is_shown_of_the_current_mode_only(session):
     assert after.recalled_bytes == before.recalled_bytes > 0
 
 
-def test_the_speed_shown_is_that_of_the_current_mode_only(session):
+def test_speed_is_of_the_current_mode_only(session):
     answer = session._metrics.begin(10, 0)
     answer.token_times = [0.0, 1.0, 2.0]
     assert session.snapshot().tokens_per_s == 1.0
@@ -83,15 +83,15 @@ def test_the_speed_shown_is_that_of_the_current_mode_only(session):
     assert session.snapshot().tokens_per_s == 2.0
 
 
-def test_a_switch_that_is_done_is_noted_without_memory(session):
-    filled(session, 300, "speculative", **SPECULATIVE)
+def test_noting_a_switch_needs_no_memory(session):
+    fill(session, 300, "speculative", **SPECULATIVE)
     session.step(5)
     with MemoryRunsOut(1, short=True):
         session._metrics.note_switch("full", "speculative", 0)
 
 
-def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
-    filled(session, 640, "speculative", **SPECULATIVE | {"tau": 2.0})
+def test_excluded_work_is_not_in_the_totals(session):
+    fill(session, 640, "speculative", **SPECULATIVE | {"tau": 2.0})
     session.step(5)
     before = session.snapshot()
     with session._metrics.excluded():
@@ -106,8 +106,8 @@ def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
     assert after.corrections == 7 * before.corrections > 0
 
 
-def test_the_receipt_counts_what_happened(bundled):
-    session = filled(Session(bundled), 400, "speculative", **SPECULATIVE)
+def test_receipt_counts_what_happened(bundled):
+    session = fill(Session(bundled), 400, "speculative", **SPECULATIVE)
     session.truncate(0)
     turns = (Turn("user", "Tell me a short story. " * 60),)
     events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=12)))
@@ -133,7 +133,7 @@ def test_the_receipt_counts_what_happened(bundled):
     assert stats.ttft_s > 0
 
 
-def test_the_mean_cosine_is_that_of_the_answer_and_unknown_where_the_mode_changed(session):
+def test_mean_cosine_is_of_the_answer_and_unknown_after_a_switch(session):
     session.switch("speculative", **SPECULATIVE)
     turns = (Turn("user", "Tell me a short story. " * 60),)
     *_, first = session.answer(turns, Sampling(temperature=0, max_new_tokens=12))
@@ -149,19 +149,19 @@ def test_the_mean_cosine_is_that_of_the_answer_and_unknown_where_the_mode_change
     assert session._metrics.stats(answer).mean_cosine is None
 
 
-def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_timed(session):
-    filled(session, 640, "speculative", **SPECULATIVE, tau=2.0)
+def test_recall_rate_counts_only_timed_steps(session):
+    fill(session, 640, "speculative", **SPECULATIVE, tau=2.0)
     assert session.snapshot().recall_bytes_per_s is None
     before, timer = session.snapshot().recalled_bytes, session._kv.state.transfer.timer
     for token in range(4):
         session.step(90 * token)
-    timer.timed, timer.seconds = timer.timed - 3, 0.5  # a host that ran ahead read one of four
+    timer.timed, timer.seconds = timer.timed - 3, 0.5  # a host that ran ahead timed one of four
     after = session.snapshot()
     assert after.recall_bytes_per_s == pytest.approx((after.recalled_bytes - before) / 4 / 0.5, rel=0.02)
 
 
-def test_recalled_bytes_are_the_blocks_that_moved(bundled):
-    session = filled(Session(bundled), 640, "speculative", **SPECULATIVE, tau=-2)
+def test_recalled_bytes_match_the_moved_pages(bundled):
+    session = fill(Session(bundled), 640, "speculative", **SPECULATIVE, tau=-2)
     before, moved = session.snapshot().recalled_bytes, 0
     slots = session._kv.state.slots[-1]
     for token in range(15):
@@ -175,7 +175,7 @@ def test_recalled_bytes_are_the_blocks_that_moved(bundled):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, monkeypatch, known):
+def test_snapshot_names_the_gpu_even_without_nvml(session, monkeypatch, known):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(uuid="GPU-ab")) if known else None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="RTX", uuid="ab"))
     kv = session._kv
@@ -187,18 +187,18 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
 
 
 @pytest.fixture
-def at_every_step(monkeypatch):
+def sample_every_step(monkeypatch):
     monkeypatch.setattr(inspect, "COST", 1e6)
 
 
-def asked(session: Session, tokens: int = 20) -> Finished:
+def run_answer(session: Session, tokens: int = 20) -> Finished:
     *_, finished = session.answer(FOX, Sampling(temperature=0, max_new_tokens=tokens))
     return finished
 
 
-def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
+def test_answers_report_their_coverage(model, sample_every_step):
     session = Session(model, entering("streaming", {"budget": 64}))
-    stats = asked(session).stats
+    stats = run_answer(session).stats
     assert 0 < stats.lowest_coverage <= stats.coverage < 0.99
     assert session.snapshot().coverage == stats.coverage
     exact = [inspect.covered(session._kv.state, layer) for layer in range(model.layers)]
@@ -206,16 +206,16 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     switched = session.switch("full")
     assert switched.mode == "full"
     assert session.snapshot().coverage is None, "it was of another mode"
-    stats = asked(session).stats
+    stats = run_answer(session).stats
     assert (stats.coverage, stats.lowest_coverage, session.snapshot().coverage) == (None, None, None)
     session.switch("streaming")
-    asked(session)
+    run_answer(session)
     *_, finished = session.answer((Turn("user", "Hi"),), Sampling(temperature=0, max_new_tokens=4))
     assert finished.stats.reused_tokens > 0, "prompts begin alike"
-    assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None), "it was of another talk"
+    assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None), "of another conversation"
 
 
-def test_a_conversation_gone_back_to_has_no_figures_of_the_one_before(model, at_every_step):
+def test_reopened_conversation_has_no_metrics_of_the_last_one(model, sample_every_step):
     session = Session(model, entering("streaming", {"budget": 64}))
     list(session.answer(FOX, Sampling(max_new_tokens=20), conversation="before"))
     assert session.snapshot().coverage
@@ -224,38 +224,38 @@ def test_a_conversation_gone_back_to_has_no_figures_of_the_one_before(model, at_
     assert (now.tokens_per_s, now.ttft_s, now.coverage) == (None, None, None)
 
 
-def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
+def test_reads_of_a_prompt_are_marked_until_the_first_token(model):
     session = Session(model, entering("streaming", {"budget": 64}))
     events = session.answer(FOX, Sampling(max_new_tokens=4))
-    told = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
-    assert told[0]
-    assert not told[-1]
+    marked = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
+    assert marked[0]
+    assert not marked[-1]
     assert session.snapshot().active < session.snapshot().total
 
 
-def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_every_step, monkeypatch):
+def test_answer_continues_without_memory_for_a_coverage_sample(model, sample_every_step, monkeypatch):
     def full(*_):
         raise MemoryError
 
     monkeypatch.setattr(inspect, "weights", full)
     session = Session(model, entering("streaming", {"budget": 64}))
-    finished = asked(session)
+    finished = run_answer(session)
     assert finished.reason in ("length", "eos")
     assert finished.stats.generated_tokens > 1
     assert finished.stats.coverage is None
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
-def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypatch, budget, warned):
+def test_low_coverage_has_a_badge(model, sample_every_step, monkeypatch, budget, warned):
     monkeypatch.setattr(metrics, "ENOUGH_COVERED", 0.98)
     session = Session(model, entering("streaming", {"budget": budget}))
-    asked(session)
+    run_answer(session)
     assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
 
 
-def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_every_step):
+def test_comparison_leaves_the_coverage_unchanged(model, sample_every_step):
     session = Session(model, entering("streaming", {"budget": 64}))
-    asked(session)
+    run_answer(session)
     before = session.snapshot().coverage
     variants = (Variant("full"), Variant("streaming", {"budget": 96}))
     *_, compared = session.compare((Turn("user", "Hello there. " * 80),), variants, Sampling(max_new_tokens=12))
@@ -265,7 +265,7 @@ def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_ever
     assert session.snapshot().coverage == before
 
 
-def test_what_a_token_takes_counts_accepted_drafts_and_no_stalls(session, monkeypatch):
+def test_typical_token_time_counts_drafts_and_ignores_stalls(session, monkeypatch):
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(metrics, "time", clock)
     answer = MetricsCollector(session._kv, session._runner.recurrent, 0, 0).begin(10, 0)
@@ -279,16 +279,16 @@ def test_what_a_token_takes_counts_accepted_drafts_and_no_stalls(session, monkey
     assert answer.typical_s(32) is None
 
 
-# ---- The ribbon: where each stored token lies, and what of it was read or recalled just now
+# ---- The ribbon: where each stored token is, and which were just read or recalled
 
 
-def test_full_is_on_the_device_and_read_everywhere(session):
-    snapshot = filled(session, 100).snapshot()
+def test_full_shows_all_tokens_on_the_device_and_read(session):
+    snapshot = fill(session, 100).snapshot()
     assert (snapshot.ribbon, snapshot.attended, snapshot.active) == ("DDDD", "9999", 100)
 
 
-def test_streaming_shows_sinks_window_and_what_is_out_of_reach(session):
-    filled(session, 300, "streaming", **STREAMING)
+def test_streaming_shows_sinks_window_and_dropped_tokens(session):
+    fill(session, 300, "streaming", **STREAMING)
     for token in range(21):
         session.step(token)
     snapshot = session.snapshot()
@@ -298,8 +298,8 @@ def test_streaming_shows_sinks_window_and_what_is_out_of_reach(session):
     assert snapshot.active == 129
 
 
-def test_speculative_shows_what_was_recalled_just_now_and_what_is_on_the_host(session):
-    filled(session, 640, "speculative", **SPECULATIVE)
+def test_speculative_shows_recalled_tokens_and_those_on_the_host(session):
+    fill(session, 640, "speculative", **SPECULATIVE)
     session.step(5)
     session.snapshot()
     session.step(700)
@@ -314,8 +314,8 @@ def test_speculative_shows_what_was_recalled_just_now_and_what_is_on_the_host(se
 @pytest.mark.parametrize(
     ("mode", "params"), [("sync", {"budget": 160, "m": 1}), ("freeze", {"profile": "paper", "k": 0.5})]
 )
-def test_what_comes_back_in_other_modes_is_shown_as_well(session, mode, params):
-    filled(session, 500, mode, **params)
+def test_sync_and_freeze_show_recalled_tokens(session, mode, params):
+    fill(session, 500, mode, **params)
     shown = ""
     for token in range(12):
         session.step(100 + 50 * token)
@@ -323,8 +323,8 @@ def test_what_comes_back_in_other_modes_is_shown_as_well(session, mode, params):
     assert "R" in shown
 
 
-def test_what_streaming_dropped_comes_back_with_full(session):
-    filled(session, 300, "streaming", **STREAMING)
+def test_tokens_dropped_by_streaming_return_with_full(session):
+    fill(session, 300, "streaming", **STREAMING)
     session.step(5)
     assert "R" not in session.snapshot().ribbon
     session.switch("full")
@@ -333,18 +333,18 @@ def test_what_streaming_dropped_comes_back_with_full(session):
 
 
 def test_cells_grow_with_the_conversation_and_stay_within_the_limit(session, monkeypatch):
-    filled(session, 600)
+    fill(session, 600)
     monkeypatch.setattr("kvchat.engine.metrics.MAX_RIBBON_CELLS", 8)
     snapshot = session.snapshot()
     assert (snapshot.cell_tokens, len(snapshot.ribbon)) == (96, 7)
     assert MAX_RIBBON_CELLS == 1024
 
 
-# ---- What each layer and KV head reads and holds is what attention read, and recall falls into the bins of its time
+# ---- What each layer and KV head reads and holds, and the histogram of recall times
 
 
-def test_what_is_counted_is_what_attention_read_in_every_mode(session):
-    filled(session, 400)
+def test_details_match_what_attention_read_in_every_mode(session):
+    fill(session, 400)
     assert {tokens for heads in session.details().read for tokens in heads} == {400}, "a prefill reads everything"
     budgeted = {"streaming": STREAMING, "speculative": SPECULATIVE}
     for mode in mode_names():
@@ -356,12 +356,12 @@ def test_what_is_counted_is_what_attention_read_in_every_mode(session):
         assert list(shown.read) == attended, mode
         assert shown.total == session.total
         if mode == "full":
-            assert not any(map(any, shown.held)), "full mode reads what is stored where it lies on a CPU"
+            assert not any(map(any, shown.held)), "on a CPU full mode reads the host pool in place"
         if mode in budgeted:
             assert all(0 < tokens < shown.total for tokens in shown.held[-1])
 
 
-def test_recall_falls_into_the_bins_of_its_time():
+def test_recall_is_binned_by_its_time():
     assert histogram([]) == ()
     edge = RECALL_EDGES_MS[2] / 1000
     bins = histogram([RecallTime(0.00005, 0.00005), RecallTime(edge, 0), RecallTime(edge, edge / 2), RecallTime(9, 3)])
@@ -370,30 +370,30 @@ def test_recall_falls_into_the_bins_of_its_time():
     assert bins[-1] == RecallBin(1, 6000, 3000)
 
 
-def test_pcie_traffic_is_measured_beside_the_work(monkeypatch):
+def test_pcie_traffic_is_measured_in_the_background(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu()))
     assert PcieReading(None).latest() == PcieTraffic()
     reading = PcieReading(GpuReader("0"))
-    assert reading.latest() == PcieTraffic(), "the first one has only begun"
+    assert reading.latest() == PcieTraffic(), "the first reading has only begun"
     reading._thread.join(60)
     assert reading.latest() == PcieTraffic(to_device=11_200_000_000, to_host=300_000_000)
     reading._thread.join(60)
 
 
-# ---- Looking at a session where memory is short: kvchat's own error, and the session goes on
+# ---- Inspecting a session when memory is short: kvchat's own error, and the session continues
 
 
-def test_a_look_without_memory_is_explained(session, monkeypatch):
+def test_inspection_without_memory_raises_a_clear_error(session, monkeypatch):
     def no_memory(*_):
         raise RuntimeError("std::bad_alloc")
 
     session.prefill([1, 2, 3])
     metrics, switcher = session._metrics, session._switcher
     places = (metrics, "snapshot"), (metrics, "details"), (switcher, "prices"), (session_module, "attended")
-    looks = session.snapshot, session.details, session.prices, lambda: session.attended(0)
-    for (owner, name), look in zip(places, looks, strict=True):
+    inspections = session.snapshot, session.details, session.prices, lambda: session.attended(0)
+    for (owner, name), inspect_session in zip(places, inspections, strict=True):
         with monkeypatch.context() as short:
             short.setattr(owner, name, no_memory)
             with pytest.raises(OutOfMemoryError, match="stored"):
-                look()
-        look()
+                inspect_session()
+        inspect_session()
