@@ -1,4 +1,4 @@
-"""What is measured of a model's KV heads, where it is kept, and what happens without it."""
+"""Calibrations of a model's KV heads: how they are measured and saved, and what happens without one."""
 
 import json
 import os
@@ -43,8 +43,8 @@ def fake(kv_heads: int = 3, **more) -> LoadedModel:
 # ---- measuring
 
 
-def test_similarity_and_retrieval_are_what_the_weights_say():
-    """Heads 0 and 1 attend to the latest tokens, head 2 to the first, and to the source while that is repeated."""
+def test_similarity_and_retrieval_follow_the_attention_weights():
+    """Heads 0 and 1 attend to the latest tokens, head 2 to the first, and to the source while it is repeated."""
     n, run, at = 400, 20, 50
     sample = Sample([0] * n, (at, at + run))
     late = 0.1 * torch.arange(n, dtype=torch.float32).expand(n, n)
@@ -62,8 +62,8 @@ def test_similarity_and_retrieval_are_what_the_weights_say():
     assert retrieval[0].tolist() == pytest.approx([0, 0, 1], abs=1e-3)
 
 
-def test_the_recorder_attends_as_the_model_does(model):
-    """What one layer computes from the weights is what the next layers' weights are made of."""
+def test_recorder_attends_as_the_model_does(model):
+    """The attention weights of a layer depend on what the layers before it computed."""
     ids = torch.tensor(samples_of(model.tokenizer.encode(" ".join(next(sentences(1)) for _ in range(90))))[0].ids)
     recorder = Recorder(model)
     recorder._sample = Sample(ids.tolist(), (10, 20))
@@ -73,7 +73,7 @@ def test_the_recorder_attends_as_the_model_does(model):
     torch.testing.assert_close(mine, session.prefill(ids.tolist()), atol=2e-3, rtol=0)
 
 
-def test_samples_of_a_text_repeat_at_the_end_what_they_hide():
+def test_samples_repeat_their_source_at_the_end():
     samples = samples_of(list(range(1500)))
     assert [len(s.ids) for s in samples] == [512 + 48, 512 + 48, 476 + 48]
     for sample in samples:
@@ -81,7 +81,7 @@ def test_samples_of_a_text_repeat_at_the_end_what_they_hide():
         assert sample.ids[first:last] == sample.ids[-sample.run :]
 
 
-def test_too_little_text_is_refused(model, tmp_path):
+def test_unusable_calibration_input_is_refused(model, tmp_path):
     (tmp_path / "short.txt").write_text("Too short.")
     with pytest.raises(UsageError, match="too short to calibrate"):
         calibration.calibrate(model, calibration.file_samples(model, [tmp_path / "short.txt"]), "x")
@@ -93,7 +93,7 @@ def test_too_little_text_is_refused(model, tmp_path):
 
 @pytest.mark.skipif(not WHOLE, reason="KVCHAT_TEST_GRIDS is not set")
 @pytest.mark.slow("the bundled model is calibrated")
-def test_the_shipped_calibration_is_the_commands(bundled):
+def test_the_shipped_calibration_is_reproducible(bundled):
     shipped = find(bundled.revision)
     assert shipped is not None
     measured = calibration.calibrate(bundled, calibration.default_samples(bundled), shipped.measured_on)
@@ -107,14 +107,14 @@ def test_the_shipped_calibration_is_the_commands(bundled):
         {"budget": 256, "index": "bits2"},
         pytest.approx(0.964, abs=2e-3),
     )
-    # One KV head each of layers 4, 5 and 6 carries the retrieval of this bundled.
+    # One KV head each of layers 4, 5 and 6 carries the retrieval of the bundled model.
     assert [representatives(measured, "retrieval")[layer] for layer in (4, 5)] == [(2,), (3,)]
 
 
-# ---- keeping
+# ---- saving
 
 
-def test_what_is_saved_is_found_by_revision_before_what_is_shipped(bundled):
+def test_saved_calibration_precedes_the_shipped_one(bundled):
     shipped = find(bundled.revision)
     assert shipped is not None
     assert shipped.revision == bundled.revision
@@ -124,7 +124,7 @@ def test_what_is_saved_is_found_by_revision_before_what_is_shipped(bundled):
     assert find("another") is None
 
 
-def test_what_is_damaged_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_calibration_holds(bundled, monkeypatch):
+def test_unreadable_file_falls_back_to_the_shipped_calibration(bundled, monkeypatch):
     file, problems = paths.calibration_dir() / f"{bundled.revision}.json", []
     shipped = load(paths.bundled_calibration_dir() / file.name)
     file.parent.mkdir(parents=True)
@@ -140,12 +140,12 @@ def test_what_is_damaged_no_file_or_cannot_be_seen_is_a_note_and_the_shipped_cal
     file.unlink()
     os.mkfifo(file)
     assert find(bundled.revision, problems.append) == shipped
-    monkeypatch.setattr(paths, "calibration_dir", lambda: file.parent / ("n" * 300))  # as a folder closed to us
+    monkeypatch.setattr(paths, "calibration_dir", lambda: file.parent / ("n" * 300))  # as for a folder without access
     assert find(bundled.revision, problems.append) == shipped
     assert [str(file.name) in str(problem) for problem in problems] == [True, True]
 
 
-def test_a_full_disk_leaves_the_old_calibration(bundled, request):
+def test_full_disk_keeps_the_old_calibration(bundled, request):
     shipped = find(bundled.revision)
     file = save(shipped)
     request.getfixturevalue("full_disk")
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_old_calibration(bundled, request):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_folder_that_cannot_be_written_is_named(bundled, tmp_path):
+def test_unwritable_folder_is_refused(bundled, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         save(find(bundled.revision), tmp_path / "file" / "x.json")
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_named(bundled, tmp_path):
 # ---- without a calibration
 
 
-def test_a_model_without_one_is_measured_on_its_first_long_prompt(bundled, monkeypatch):
+def test_uncalibrated_model_is_measured_on_its_first_long_prompt(bundled, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(bundled, entering("sync", {"budget": 132}))
     assert any("kvchat calibrate bundled" in note for note in session.info.notes)
@@ -180,7 +180,7 @@ def test_a_model_without_one_is_measured_on_its_first_long_prompt(bundled, monke
     assert not bool(session.attended(0).all())
 
 
-def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
+def test_switching_to_sync_measures_on_stored_tokens(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(model)
     session.prefill([7, 8, 9] * 200)
@@ -190,8 +190,8 @@ def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
     assert not bool(session.attended(0).all())
 
 
-def attending(monkeypatch, tokens: int) -> None:
-    """Let every head attend to its last ``tokens`` alike, and to nothing else."""
+def attend_to_last(monkeypatch, tokens: int) -> None:
+    """Let every head attend equally to the last ``tokens`` tokens, and to nothing else."""
 
     def attention_shares(state, layer):
         shares = torch.zeros(state.geometry.kv_heads, state.total)
@@ -201,22 +201,22 @@ def attending(monkeypatch, tokens: int) -> None:
     monkeypatch.setattr(inspect, "attention_shares", attention_shares)
 
 
-def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
-    """At the first 1,024 tokens and at each doubling; the budget is only raised, and one that is given stays."""
+def test_speculative_mode_measures_the_budget_attention_needs(model, monkeypatch):
+    """At the first 1,024 tokens and at each doubling; the budget is only raised, and a given one stays."""
     session = Session(model, entering("speculative"))
-    attending(monkeypatch, 100)
+    attend_to_last(monkeypatch, 100)
     session.prefill([7, 8, 9] * 300)
     assert "measured on" not in session.snapshot().extras
     session.prefill([7, 8, 9] * 50)
     assert session.snapshot().extras["measured on"] == "1,050 stored tokens"
     assert (session.info.params["budget"], session.snapshot().extras["expected to cover"]) == (512, "97 %")
-    attending(monkeypatch, 1000)
+    attend_to_last(monkeypatch, 1000)
     session.prefill([7, 8, 9] * 300)
     assert session.info.params["budget"] == 512
     session.prefill([7, 8, 9] * 60)
     assert session.info.params["budget"] == 1024
     assert session.snapshot().extras["measured on"] == "2,130 stored tokens"
-    attending(monkeypatch, 10)
+    attend_to_last(monkeypatch, 10)
     session.prefill([7, 8, 9] * 800)
     assert session.info.params["budget"] == 1024
     assert session.switch("speculative", budget=300).params["budget"] == 300
@@ -224,25 +224,25 @@ def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, mo
 
 
 @pytest.mark.parametrize("given", [{"window": 300}, {"sink": 300}, {"index": "bits4"}])
-def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkeypatch, given):
+def test_measured_budget_is_ignored_if_a_part_is_given(model, monkeypatch, given):
     session = Session(replace(model, context=32_768), entering("speculative", given))
-    attending(monkeypatch, 10)
+    attend_to_last(monkeypatch, 10)
     session.prefill([7, 8, 9] * 400)
     assert (session.info.params["budget"], session.info.params | given) == (1024, session.info.params)
 
 
 @pytest.mark.parametrize(
-    ("windows", "looked_at"), [("-64-6-", [3, 5]), ("666666", [0, 1, 2, 3, 4, 5]), ("-" * 40, [*range(1, 40, 5)])]
+    ("windows", "sampled"), [("-64-6-", [3, 5]), ("666666", [0, 1, 2, 3, 4, 5]), ("-" * 40, [*range(1, 40, 5)])]
 )
-def test_layers_that_see_everything_are_looked_at_at_all_depths(windows, looked_at):
+def test_layers_without_a_window_are_sampled_at_all_depths(windows, sampled):
     specs = [AttentionSpec(1.0, window=None if one == "-" else int(one)) for one in windows]
     state = SimpleNamespace(specs=specs, total=10, geometry=SimpleNamespace(layers=len(specs)))
-    assert inspect._looked_at(state) == looked_at
+    assert inspect._looked_at(state) == sampled
 
 
-def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
+def test_attention_to_everything_gets_the_largest_budget(model, monkeypatch):
     session = Session(model, entering("speculative"))
-    attending(monkeypatch, 3000)
+    attend_to_last(monkeypatch, 3000)
     session.prefill([7, 8, 9] * 1000)
     assert session.info.params["budget"] == 2048
     assert session.snapshot().extras["expected to cover"] == f"{100 * (2048 / 3000 - 0.03):.0f} %"
@@ -255,7 +255,7 @@ def calibrate(*options: str) -> Result:
     return CliRunner().invoke(app, ["calibrate", "bundled", "--device", "cpu", *options], catch_exceptions=False)
 
 
-def test_the_command_saves_what_it_measured(model, monkeypatch, tmp_path):
+def test_command_saves_what_it_measured(model, monkeypatch, tmp_path):
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
@@ -271,7 +271,7 @@ def test_the_command_saves_what_it_measured(model, monkeypatch, tmp_path):
     assert "text.txt" in saved["measured_on"]
 
 
-def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_not_made(monkeypatch, tmp_path):
+def test_missing_output_folder_is_refused_before_loading(monkeypatch, tmp_path):
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="nope"):
         calibrate("--out", str(tmp_path / "nope" / "out.json"))
@@ -279,7 +279,7 @@ def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_no
 
 
 @pytest.mark.parametrize(("clusters", "rule"), [(2, "best"), (0, "retrieval")])
-def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
+def test_invalid_options_are_refused_before_loading(clusters, rule, monkeypatch):
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError):
         calibrate("--clusters", str(clusters), "--representatives", rule)
