@@ -1,4 +1,4 @@
-"""On a GPU: graphs and the side stream change no bit, in any mode, however late a recall arrives.
+"""On a GPU: graphs and the side stream change no bit in any mode, however late a recall arrives.
 
 They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps and layers. ``test_graphs.py``
 makes the same comparisons on the CPU, with a tape for a graph and without streams.
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Models that both of transformers' attentions compute alike.
+# Models that transformers' two attentions compute alike.
 PEERS = ["llama", "qwen2-window"]
 
 
@@ -46,12 +46,12 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
 
 @cache
 def llama(dtype: torch.dtype) -> LoadedModel:
-    """Return the model to decode with; in Triton's interpreter one layer that may read everything and one behind it."""
+    """Return the model to decode with; in Triton's interpreter one layer that may read everything and one after it."""
     return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
 
 
 def eager(runner: ModelRunner) -> ModelRunner:
-    """Launch every step operation by operation, on one stream."""
+    """Make a runner launch every step operation by operation, on one stream."""
     runner.graphs = GraphRunner(runner.kv, None)
     runner.kv.state.transfer.side_streams = (SideStream(torch.device("cpu")),) * 2
     return runner
@@ -67,8 +67,8 @@ def pair(
     return one, other
 
 
-def late(runner: ModelRunner) -> ModelRunner:
-    """Delay every recall by up to some milliseconds."""
+def delay_recalls(runner: ModelRunner) -> ModelRunner:
+    """Delay every recall by up to a few milliseconds."""
     ops, dice = runner.kv.state.ops, random.Random(0)
     for name in ("move_pages", "move_tokens", "choose", "choose_tokens"):
         setattr(ops, name, delayed(getattr(ops, name), dice))
@@ -84,7 +84,7 @@ def delayed(operation, dice: random.Random):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row", [*PARAMS, "quest", "raas", "h2o"])  # of those for comparison one of each way
+@pytest.mark.parametrize("row", [*PARAMS, "quest", "raas", "h2o"])  # one comparison mode of each kind
 def test_graphs_and_streams_change_no_bit(row, dtype):
     one, other = pair(llama(dtype), row)
     same_steps(one, other, later_ids(300))
@@ -95,7 +95,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "granite_hybrid"])
-def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
+def test_graphs_change_no_bit_in_hybrid_models(name, dtype):
     one, other = pair(loaded(name, "cuda", dtype), "streaming", tokens=100)
     same_steps(one, other, later_ids(300))
     for each in (one, other):
@@ -105,9 +105,9 @@ def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
     assert not one.graphs.prepares
 
 
-def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_host_pool():
+def test_coverage_samples_match_dense_attention():
     one, other = pair(llama(torch.bfloat16), "speculative", tokens=200)
-    watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
+    watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a sample is as long as COST allows
     for token in later_ids(60, seed=3):
         same_steps(one, other, [token])
         watch.sample()
@@ -126,8 +126,8 @@ def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_ho
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_full_answers_the_same_whatever_is_resident(dtype):
-    """Around a page and around the ring of slots, which holds 64 tokens."""
+def test_full_mode_is_the_same_whatever_is_resident(dtype):
+    """Around the end of a page and of the ring of slots, which holds 64 tokens."""
     model, ids = llama(dtype), token_ids(150)
     runners = [ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident")]
     for prompt, steps in ((1, 1), (31, 3), (63, 3), (149, 1)):
@@ -141,8 +141,8 @@ def test_full_answers_the_same_whatever_is_resident(dtype):
 
 
 @pytest.mark.parametrize(("name", "layers", "share"), [("llama", 2, 1.0), ("gemma2", 4, 0.5)])
-def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share, monkeypatch):
-    """By graphs, as pages leave the ring, after a truncation and after a switch; in layers without a window."""
+def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
+    """With graphs, as pages leave the ring, after truncation and after a switch; in layers without a window."""
     monkeypatch.setattr(full, "STAGED_SHARE", share)
     monkeypatch.setattr(transfer, "copy_segments", delayed(transfer.copy_segments, random.Random(0)))
     model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
@@ -151,11 +151,11 @@ def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share
     reading_all = [layer for layer, spec in enumerate(one.kv.state.specs) if spec.window is None]
     staged, stage = [], transfer.Transfer.stage
 
-    def noted(self, slots, layer):
+    def record(self, slots, layer):
         staged.append((slots.staged, layer))
         stage(self, slots, layer)
 
-    monkeypatch.setattr(transfer.Transfer, "stage", noted)
+    monkeypatch.setattr(transfer.Transfer, "stage", record)
     acts = (93, "", 4), (160, "", 1), (94, "", 1), (97, "streaming", 1), (98, "full-resident", 1)
     for prompt, mode, steps in acts:
         for each in everyone:
@@ -177,8 +177,8 @@ def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma2", 4)])
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, monkeypatch):
-    """Beside pages that are staged or not, as they leave the ring, after a truncation and after a switch."""
+def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monkeypatch):
+    """With pages staged or not, as they leave the ring, after truncation and after a switch."""
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
     model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
     near = 16 * torch.finfo(torch.bfloat16).eps
@@ -208,7 +208,7 @@ def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, mo
 
 
 @pytest.mark.parametrize("tokens", [range(7, 90), range(96, 97), range(150)], ids=str)
-def test_a_part_of_the_cpu_is_attention_over_those_tokens_with_the_logarithm_of_its_sum(tokens):
+def test_the_cpu_part_is_attention_with_its_log_sum(tokens):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full-resident"))
     prefilled(one, token_ids(150))
@@ -225,8 +225,8 @@ def test_a_part_of_the_cpu_is_attention_over_those_tokens_with_the_logarithm_of_
     torch.testing.assert_close(found.flatten(0, 1), expected, rtol=1e-5, atol=1e-5)
 
 
-class Noted:
-    """A kernel, or a function, whose calls are noted by its name."""
+class CallRecorder:
+    """A kernel or function that records the name at each call."""
 
     def __init__(self, monkeypatch, owner, name, calls):
         self.original, self.note = getattr(owner, name), lambda: calls.append(name)
@@ -241,7 +241,7 @@ class Noted:
         return self.original(*args)
 
 
-def test_the_gpu_has_its_part_of_a_layer_before_the_cpu_waits_for_the_query(monkeypatch):
+def test_the_gpu_starts_its_part_before_the_cpu_waits(monkeypatch):
     from kvchat.kv.ops.triton import attend  # triton is not installed everywhere
 
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
@@ -250,14 +250,14 @@ def test_the_gpu_has_its_part_of_a_layer_before_the_cpu_waits_for_the_query(monk
     prefilled(one, token_ids(160))
     one.step(5)
     for name in ("_attend_part", "_attend_spilled", "_join"):
-        Noted(monkeypatch, attend, name, calls)
+        CallRecorder(monkeypatch, attend, name, calls)
     for name in ("ask", "answer"):
-        Noted(monkeypatch, one.kv.mode._host_attention, name, calls)
+        CallRecorder(monkeypatch, one.kv.mode._host_attention, name, calls)
     one.step(6)
     assert calls == ["ask", "_attend_part", "_attend_spilled", "_attend_spilled", "answer", "_join"]
 
 
-def test_by_default_measured_rates_and_what_launches_cost_decide_what_the_cpu_attends_to(monkeypatch):
+def test_measured_rates_and_launch_costs_set_the_cpu_part(monkeypatch):
     monkeypatch.setattr(host_attention, "READ_BYTES", 2**12)
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
     model = llama(torch.bfloat16)
@@ -285,7 +285,7 @@ def test_by_default_measured_rates_and_what_launches_cost_decide_what_the_cpu_at
 
 
 @pytest.mark.parametrize("way", ["float16", "8-bit pages", "a guess"])
-def test_what_the_cpu_cannot_attend_to_comes_over_the_link(way):
+def test_tokens_the_cpu_cannot_attend_to_cross_the_link(way):
     model = llama(torch.float16 if way == "float16" else torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full", {"resident": 64, "cpu": 1.0, "draft": "window"}))
     with torch.inference_mode():
@@ -298,7 +298,7 @@ def test_what_the_cpu_cannot_attend_to_comes_over_the_link(way):
         assert not one.graphs.prepares
 
 
-def test_what_a_failed_capture_staged_is_not_read(monkeypatch):
+def test_pages_staged_by_a_failed_capture_are_not_read(monkeypatch):
     monkeypatch.setattr(full, "STAGED_SHARE", 1.0)
     model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2)
     one, other = pair(model, "full-resident", tokens=128)
@@ -313,8 +313,8 @@ def test_what_a_failed_capture_staged_is_not_read(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "cpu"), [(DTYPES[0], 0.0), (DTYPES[0], 0.6), (DTYPES[2], 0.0)], ids=str)
-def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype, cpu):
-    """By graphs; the verification and the steps after it are those of a runner that never guessed."""
+def test_guesses_skip_spilled_tokens_and_are_discarded(dtype, cpu):
+    """With graphs; verification and the steps after it match a runner that never guessed."""
     model, ids, near = llama(dtype), token_ids(164), 16 * torch.finfo(dtype).eps
     parameters = FullParameters(resident=64, draft="window", cpu=cpu)
     whole = ModelRunner(model, mode_of(model, "full"))
@@ -338,14 +338,14 @@ def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype, cpu):
     check_integrity(one.kv.state)
 
 
-def test_guesses_wait_for_none_of_their_tokens():
-    """Between the drafts nothing is read back; all are read at once."""
+def test_guesses_do_not_wait_for_their_tokens():
+    """Nothing is read back between the drafts; all are read at once."""
     model, ids = llama(torch.bfloat16), token_ids(150)
     parameters = FullParameters(resident=64, draft="window")
     runner = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
     prefilled(runner, ids[:149])
     with runner.guessing():
-        runner.guess(ids[149], 4, torch.argmax)  # warms up, and is captured
+        runner.guess(ids[149], 4, torch.argmax)  # warm-up and capture
     drawn = []
 
     def draw(logits):
@@ -382,7 +382,7 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
 
 
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync"])
-def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
+def test_pinned_messages_are_read_and_graphs_change_no_bit(row):
     model, pins = llama(torch.bfloat16), [*range(40, 47), *range(70, 90)]
     one, other = pair(model, row)
     for each in (one, other):
@@ -394,19 +394,19 @@ def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
 
 
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
-def test_what_comes_late_is_waited_for(row):
+def test_late_recalls_are_waited_for(row):
     one, other = pair(llama(torch.bfloat16), row)
-    same_steps(late(one), other, later_ids(120))
+    same_steps(delay_recalls(one), other, later_ids(120))
 
 
-def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(monkeypatch):
-    """No layer runs before it that could ask for it, while the choice for the next layer runs beside it."""
+def test_sparse_first_layer_selects_with_its_own_query(monkeypatch):
+    """No earlier layer can select for it, and the selection for the next layer runs in parallel."""
     model, k = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2), 24
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     assert attention_hook.install(model.model) == frozenset(range(1, model.layers))
     params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}
     one, other = pair(model, "speculative", params)
-    late(one)
+    delay_recalls(one)
     before, turned = None, 0
     for token in later_ids(240):
         same_steps(one, other, [token])
@@ -426,8 +426,8 @@ def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(
     assert not one.graphs.refusal
 
 
-def test_layers_choose_ahead_on_two_streams_whose_kernels_go_first(monkeypatch):
-    """So that none waits for the copies of the layer before it, nor until all of a projection has begun."""
+def test_layers_select_ahead_on_two_high_priority_streams(monkeypatch):
+    """So that none waits for the copies of the previous layer, or for a whole projection to start."""
     model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=4)
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     attention_hook.install(model.model)
@@ -436,11 +436,11 @@ def test_layers_choose_ahead_on_two_streams_whose_kernels_go_first(monkeypatch):
     prefilled(one, token_ids(150))
     choose = one.kv.state.ops.choose_tokens
 
-    def noted(*args):
+    def record(*args):
         streams.append(torch.cuda.current_stream())
         return choose(*args)
 
-    monkeypatch.setattr(one.kv.state.ops, "choose_tokens", noted)
+    monkeypatch.setattr(one.kv.state.ops, "choose_tokens", record)
     one.step(5)
     chosen, before = [stream.cuda_stream for stream in streams], torch.cuda.current_stream()
     assert len(chosen) == 3
@@ -449,7 +449,7 @@ def test_layers_choose_ahead_on_two_streams_whose_kernels_go_first(monkeypatch):
 
 
 @pytest.mark.parametrize("row", PARAMS)
-def test_switches_between_steps_by_graph(row):
+def test_mode_switches_between_graph_steps_change_no_bit(row):
     model = llama(torch.bfloat16)
     one, other = pair(model, "full")
     for mode in (row, "full", row, "streaming"):
@@ -457,13 +457,13 @@ def test_switches_between_steps_by_graph(row):
             for each in (one, other):
                 each.kv.switch(mode_of(model, mode))
         same_steps(one, other, later_ids(80, seed=len(mode)))
-    assert one.kv.total <= CONTEXT  # beyond it streaming turns the recent keys in its slots
+    assert one.kv.total <= CONTEXT  # beyond it streaming rotates the recent keys in its slots
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative", "streaming", "sync", "freeze"])
 @pytest.mark.parametrize("name", PEERS)
-def test_with_room_for_all_logits_are_the_models_own_within_its_noise(name, mode):
-    """Noise is how far the model's own eager attention is from its own sdpa."""
+def test_logits_match_the_models_own_when_everything_fits(name, mode):
+    """Noise is the difference between the model's own eager attention and its own sdpa."""
     model, ids = loaded(name, "cuda", torch.bfloat16), token_ids(260)
     one = ModelRunner(model, mode_of(model, mode, ROOMY[mode]))
     ours = [prefilled(one, ids[:200]), *(one.step(token) for token in ids[200:])]
@@ -493,7 +493,7 @@ def own_logits(model, ids: list[int], attention: str) -> list[torch.Tensor]:
     return list(logits[199:])
 
 
-def test_what_the_plan_foretells_is_what_is_allocated():
+def test_reported_device_bytes_match_the_allocation():
     model = llama(torch.bfloat16)
     for row in PARAMS:
         torch.cuda.empty_cache()
@@ -501,6 +501,6 @@ def test_what_the_plan_foretells_is_what_is_allocated():
         one = ModelRunner(model, mode_of(model, row))
         prefilled(one, token_ids(300))
         taken = torch.cuda.memory_allocated() - before
-        # The store's own vectors beside the slots: queries, positions, counters.
+        # The rest are vectors beside the slots: queries, positions, counters.
         assert one.kv.device_bytes <= taken <= one.kv.device_bytes * 1.02 + 2**20
         del one

@@ -1,4 +1,4 @@
-"""A model whose layers are on two GPUs: what it computes, reads and takes is that of one."""
+"""A model whose layers are split over two GPUs computes, reads and takes what it does on one."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -45,14 +45,14 @@ def whole_and_halves() -> tuple[LoadedModel, LoadedModel]:
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
-def test_each_mode_computes_and_reads_the_same(row):
+def test_each_mode_computes_and_reads_the_same_on_two_gpus(row):
     one, two = (ModelRunner(model, mode_of(model, row)) for model in whole_and_halves())
     ids = token_ids(150)
     assert torch.equal(prefilled(one, ids), prefilled(two, ids))
     same_steps(one, two, token_ids(3, seed=1))
 
 
-def test_another_gpu_than_the_current_one_has_kernels_and_graphs_too():
+def test_non_current_gpu_has_kernels_and_graphs():
     models = (loaded("llama", device, torch.bfloat16, num_hidden_layers=2) for device in ("cuda:0", "cuda:1"))
     one, two = (ModelRunner(model, mode_of(model, "speculative")) for model in models)
     ids = token_ids(150)
@@ -63,7 +63,7 @@ def test_another_gpu_than_the_current_one_has_kernels_and_graphs_too():
     assert not two.graphs.prepares
 
 
-def test_work_is_timed_on_the_device_that_does_it():
+def test_work_is_timed_on_its_own_device():
     timer, work = StepTimer(SECOND), partial(torch.ones, 8, device=SECOND)
     timer.begin_forward("a kind")
     with timer.copying():
@@ -75,13 +75,13 @@ def test_work_is_timed_on_the_device_that_does_it():
     assert rates.seconds(work, SECOND) > 0
 
 
-def test_a_query_is_estimated_ahead_across_the_border(monkeypatch):
-    monkeypatch.setattr(attention_hook, "CLOSE", -1.0)  # of random weights no estimate is close
+def test_queries_are_estimated_ahead_across_gpus(monkeypatch):
+    monkeypatch.setattr(attention_hook, "CLOSE", -1.0)  # with random weights no estimate is close
     one, two = (
         runner_of(model, "speculative", budget=96, sink=4, window=32) for model in (loaded("llama", "cuda:0"), halves())
     )
-    asked = [[], []]
-    for each, layers in zip((one, two), asked, strict=True):
+    estimated = [[], []]
+    for each, layers in zip((one, two), estimated, strict=True):
         assert attention_hook.install(each.model.model) == {1, 2, 3}
         choose = each.kv.mode.estimated
         each.kv.mode.estimated = lambda layer, query, choose=choose, layers=layers: (
@@ -90,18 +90,18 @@ def test_a_query_is_estimated_ahead_across_the_border(monkeypatch):
         )
         prefilled(each, token_ids(150))
     same_steps(one, two, token_ids(2, seed=1))
-    assert asked[0] == asked[1] == [(layer, FIRST) for layer in (1, 2, 3)] * 2
+    assert estimated[0] == estimated[1] == [(layer, FIRST) for layer in (1, 2, 3)] * 2
 
 
-def test_a_model_that_is_fused_computes_the_same():
-    """Held to transformers' own forward as it is wrapped."""
+def test_fused_model_computes_the_same():
+    """Wrapping it compares it to transformers' own forward."""
     model = tiny_models.fresh("llama", num_hidden_layers=2)
     split.move(model, FIRST, (FIRST, SECOND))
     split.connect(model, FIRST, (FIRST, SECOND))
     one, two = runner_of(loaded("llama", "cuda:0", num_hidden_layers=2)), runner_of(wrap(model, Wordless(), "llama"))
     assert two.model.fused == "norms, merged projections, rope, fused layers"
     assert not any("fast path" in note for note in two.model.notes)
-    one.chunk = two.chunk = 64  # else what a long prompt takes is measured, which takes the interpreter long
+    one.chunk = two.chunk = 64  # else the memory of a long prompt is measured, which is slow in the interpreter
     assert relative_error(prefilled(two, token_ids(20)), prefilled(one, token_ids(20))) < 1e-5
     assert relative_error(two.step(7), one.step(7)) < 1e-5
 
@@ -110,13 +110,13 @@ def test_a_model_that_is_fused_computes_the_same():
     ("name", "layers"),
     [("gpt_oss", 2), ("gemma3", 4), ("deepseek_v3", 2)],  # whose values are narrower than its keys
 )
-def test_sinks_and_angles_of_several_kinds_come_along(name, layers):
+def test_sinks_and_several_rotary_embeddings_work_on_two_gpus(name, layers):
     one, two = (runner_of(model) for model in (loaded(name, "cuda:0", num_hidden_layers=layers), halves(name, layers)))
     assert torch.equal(prefilled(one, token_ids(40)), prefilled(two, token_ids(40)))
     same_steps(one, two, token_ids(2, seed=1))
 
 
-def test_memory_that_runs_out_on_the_second_gpu_costs_no_token(monkeypatch):
+def test_no_token_is_lost_if_memory_runs_out_on_the_second_gpu(monkeypatch):
     one, two = (runner_of(model, "streaming", budget=64) for model in (loaded("llama", "cuda:0"), halves()))
     for each in (one, two):
         prefilled(each, token_ids(100))
@@ -137,27 +137,27 @@ def speaking(places: tuple[torch.device, ...] = ()) -> LoadedModel:
     return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))
 
 
-def test_conversations_are_switched_cut_parked_and_saved_as_on_one(tmp_path):
-    said, logits = [], []
+def test_conversations_are_switched_truncated_and_saved_as_on_one_gpu(tmp_path):
+    answers, logits = [], []
     for number, places in enumerate([(), (FIRST, SECOND)]):
         keeping = Keeping(2**20, 2**20, str(tmp_path / str(number)))
         session = Session(speaking(places), Load(keeping=keeping))
-        greedy, told = Sampling(temperature=0, max_new_tokens=3), []
+        greedy, events = Sampling(temperature=0, max_new_tokens=3), []
         for conversation, question, mode in [("a", ONE, "full"), ("b", TWO, "streaming"), ("a", ONE, "freeze")]:
             session.switch(mode)
-            told += list(session.answer((Turn("user", question),), greedy, None, conversation))
+            events += list(session.answer((Turn("user", question),), greedy, None, conversation))
         session.truncate(session.total - 2)
         logits.append(session.step(5))
         session.close()
         again = Session(speaking(places), Load(keeping=keeping))
-        told += list(again.answer((Turn("user", TWO),), greedy, None, "b"))
-        named = [getattr(each, "text", getattr(each, "where", type(each).__name__)) for each in told]
-        said.append([each for each in named if each != "Preparing"])  # a graph, on one alone
+        events += list(again.answer((Turn("user", TWO),), greedy, None, "b"))
+        named = [getattr(each, "text", getattr(each, "where", type(each).__name__)) for each in events]
+        answers.append([each for each in named if each != "Preparing"])  # a graph is prepared on one GPU only
         assert again.snapshot().elsewhere.keys() == {str(place) for place in places} - {str(FIRST)}
         again.close()
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     assert torch.equal(*logits)
-    assert {"memory", "disk"} <= set(said[1])
+    assert {"memory", "disk"} <= set(answers[1])
 
 
 # ---- loading
@@ -170,28 +170,28 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
-def room_on(monkeypatch, device: torch.device, size: int) -> None:
-    """Let a GPU have so much free."""
+def set_free(monkeypatch, device: torch.device, size: int) -> None:
+    """Leave ``size`` bytes free on a GPU."""
     memory = gpu.memories[device.index]
     monkeypatch.setattr(memory, "allocated", memory.total - size)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_place):
-    """Also where transformers puts each layer on its GPU as it reads it, as it does with packed weights."""
+def test_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_place):
+    """Also where transformers loads each layer straight onto its GPU, as with packed weights."""
     monkeypatch.setattr(reading, "_is_in_place", lambda *_: in_place)
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the fake GPU knows one thread
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the fake GPU supports one thread only
     load = Load(folder, "cuda", gpus=2, fast=False)
     described = describe(folder, "cuda", "auto", print, 2)
-    (layer, *_), beside = split.layer_bytes(described, "none")
-    room_on(monkeypatch, SECOND, int(1.07 * (2.5 * layer + described.activations(split.FORWARD))))
+    (layer, *_), rest = split.layer_bytes(described, "none")
+    set_free(monkeypatch, SECOND, int(1.07 * (2.5 * layer + described.activations(split.FORWARD))))
     planned, free = memory_plan(load, 256, print), torch.cuda.mem_get_info(SECOND)[0]
     model = load_model(load, print)
     assert model.devices == (FIRST, SECOND)
     assert [next(each.parameters()).device for each in model.model.model.layers] == [FIRST, FIRST, SECOND, SECOND]
     assert planned.elsewhere["none"] == model.elsewhere == {"cuda:1": 2 * layer}
-    assert planned.on_device("none") == beside + 2 * layer
-    angles = model.weight_bytes - beside - 4 * layer  # which no file has
+    assert planned.on_device("none") == rest + 2 * layer
+    angles = model.weight_bytes - rest - 4 * layer  # which are in no file
     assert 0 <= angles < 2**10
     assert 2 * layer <= free - torch.cuda.mem_get_info(SECOND)[0] <= 2 * layer + 2**14, "in blocks of 512 bytes"
     assert sum("2 on cuda:0, 2 on cuda:1" in note for note in model.notes) == 1
@@ -201,8 +201,8 @@ def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_plac
     assert two.graphs.badges == ("no CUDA graph: the layers are on 2 GPUs",)
 
 
-def test_weights_of_4_bits_are_packed_for_the_gpu_that_they_are_on(tmp_path, monkeypatch):
-    """Whichever is current: torchao asks that one."""
+def test_4_bit_weights_are_packed_for_their_own_gpu(tmp_path, monkeypatch):
+    """Whichever GPU is current: torchao checks the current one."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(gpu, "capabilities", ((7, 5), (8, 0)))
     sizes = {"vocab_size": byte_tokenizer.SIZE, "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
@@ -215,14 +215,14 @@ def test_weights_of_4_bits_are_packed_for_the_gpu_that_they_are_on(tmp_path, mon
             load_model(Load(str(tmp_path), device, quantize="int4", gpus=gpus), print)
 
 
-def test_what_two_gpus_have_no_room_for_is_refused_with_the_numbers(folder, monkeypatch):
+def test_model_too_large_for_two_gpus_is_refused(folder, monkeypatch):
     for device in (FIRST, SECOND):
-        room_on(monkeypatch, device, 100_000)
+        set_free(monkeypatch, device, 100_000)
     with pytest.raises(DoesNotFitError, match=r"cuda:1.*cuda:0, where 97.66 KiB are free"):
         load_model(Load(folder, "cuda", gpus=2), print)
 
 
-def test_more_gpus_than_there_are_and_recurrent_layers_are_refused(folder, tmp_path):
+def test_missing_gpus_and_recurrent_layers_are_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="sees 2"):
         describe(folder, "cuda", "auto", print, 3)
     with pytest.raises(UsageError, match="on the CPU"):

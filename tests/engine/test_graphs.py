@@ -1,4 +1,4 @@
-"""Steps by graph equal eager steps bitwise, whatever happens between them. On a CPU a tape serves as the graph."""
+"""Graph steps equal eager steps bitwise, whatever happens between them. On a CPU a tape stands in for the graph."""
 
 import gc
 import itertools
@@ -22,19 +22,19 @@ from kvchat.protocol.messages import Preparing, Sampling, Turn
 
 
 @pytest.fixture(autouse=True)
-def as_beside_a_gpu(monkeypatch):
-    """The host pool is memory of its own."""
+def separate_host_pool(monkeypatch):
+    """The host pool has memory of its own, as with a GPU."""
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
 
 
 def changed_by_steps(one: ModelRunner) -> list[torch.Tensor]:
-    """What the key of a graph tells apart, and the host pool of every layer."""
+    """The tensors in a graph's key, and the host pool of every layer."""
     pool = map(one.kv.state.host.rows, range(one.kv.state.geometry.layers))
     return [*one.kv.graph_buffers(), *one.recurrent._tensors().values(), *pool]
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
-    """Return two runners after the same prompt: one by graph, one eager."""
+    """Return two runners after the same prompt, one with graphs and one eager, and the recorder."""
     recorder = TapeRecorder(lambda: changed_by_steps(one))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
@@ -46,7 +46,7 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
 @pytest.mark.parametrize(
     ("name", "row"), [*(("llama", row) for row in (*PARAMS, *COMPARED)), ("gpt_oss", "speculative"), ("gpt_oss", "h2o")]
 )
-def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
+def test_graph_steps_match_eager_steps(row, name):
     model, ids = loaded(name, num_hidden_layers=2), token_ids(400)
     one, other, recorder = pair(model, row, ids[:100])
     same_steps(one, other, ids[100:112])
@@ -67,8 +67,8 @@ STATES = tiny_models.HYBRID if WHOLE else tiny_models.STATES
 
 
 @pytest.mark.parametrize(("name", "row"), thinned(STATES, ["full", "speculative", "freeze", "sync"]))
-def test_a_hybrid_by_graph_is_the_hybrid_run_eagerly(name, row):
-    """Also after its state was put back, and where tokens were read again."""
+def test_graph_steps_match_eager_steps_in_hybrid_models(name, row):
+    """Also after its state was restored, and where tokens were recomputed."""
     model, ids = loaded(name), token_ids(200)
     one, other, recorder = pair(model, row, ids[:100])
     same_steps(one, other, ids[100:108])
@@ -88,7 +88,7 @@ def test_a_hybrid_by_graph_is_the_hybrid_run_eagerly(name, row):
     assert not one.graphs.refusal
 
 
-def test_recurrent_layers_that_keep_their_state_elsewhere_run_eagerly(monkeypatch):
+def test_recurrent_layers_that_reallocate_their_state_run_eagerly(monkeypatch):
     def moved(layer, state, state_idx=0, **_):
         layer.recurrent_states[state_idx] = state.clone()
         return layer.recurrent_states[state_idx]
@@ -101,7 +101,7 @@ def test_recurrent_layers_that_keep_their_state_elsewhere_run_eagerly(monkeypatc
 
 
 @pytest.mark.parametrize("moved", ["recurrent state", "buffer"])
-def test_a_graph_is_not_replayed_where_what_it_reads_has_moved(moved):
+def test_graph_is_not_replayed_after_its_inputs_moved(moved):
     one, other, recorder = pair(loaded("qwen3_5"), "full", token_ids(100))
     same_steps(one, other, token_ids(4, seed=1))
     recorded = recorder.recorded
@@ -114,7 +114,7 @@ def test_a_graph_is_not_replayed_where_what_it_reads_has_moved(moved):
     assert recorder.recorded == recorded + 1
 
 
-def test_growing_makes_new_graphs(monkeypatch):
+def test_growing_buffers_record_new_graphs(monkeypatch):
     monkeypatch.setitem(GROWTH_HEADROOM, "cpu", 16)
     one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
     same_steps(one, other, token_ids(60, seed=1))
@@ -122,7 +122,7 @@ def test_growing_makes_new_graphs(monkeypatch):
     assert recorder.played >= 50
 
 
-def test_entering_a_mode_makes_new_graphs():
+def test_entering_a_mode_records_new_graphs():
     model = loaded("llama")
     one, other, recorder = pair(model, "full", token_ids(120))
     for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
@@ -136,7 +136,7 @@ def test_entering_a_mode_makes_new_graphs():
         assert not one.graphs.prepares
 
 
-def test_each_kind_of_a_modes_steps_has_its_graph_and_their_number_is_bounded(monkeypatch):
+def test_each_kind_of_step_has_a_graph_up_to_a_limit(monkeypatch):
     one, other, recorder = pair(loaded("llama"), "sync", token_ids(100))
     same_steps(one, other, token_ids(16, seed=1))
     assert recorder.recorded == len(one.graphs._recorded) == 2
@@ -146,9 +146,9 @@ def test_each_kind_of_a_modes_steps_has_its_graph_and_their_number_is_bounded(mo
     assert recorder.recorded > len(one.graphs._recorded) == 1
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
+def test_uncapturable_steps_run_eagerly_with_a_reason():
     one, other, recorder = pair(loaded("llama"), "full", token_ids(50))
-    # As a mixture of experts asks which of its experts have work.
+    # As a mixture of experts finds out which of its experts have work.
     layer = one.model.model.model.layers[2]
     hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
     try:
@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
     assert "not permitted when stream is capturing: nonzero" in one.graphs.refusal
 
 
-def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
+def test_steps_with_a_pageable_host_pool_run_eagerly(monkeypatch):
     one, other, recorder = pair(loaded("llama"), "speculative", token_ids(150))
     same_steps(one, other, token_ids(8, seed=1))
     played = recorder.played
@@ -170,7 +170,7 @@ def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
     assert recorder.played == played
 
 
-def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
+def test_graphs_continue_after_a_failed_step():
     one, other, _ = pair(loaded("llama"), "streaming", token_ids(150))
     same_steps(one, other, token_ids(10, seed=1))
     replay = one.graphs._recorded
@@ -187,10 +187,10 @@ def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
     assert one.kv.total == total
     replay[kind] = play, result
     steps = [(one.step(token), other.step(token)) for token in token_ids(10, seed=2)]
-    assert all(torch.equal(mine, its) for mine, its in steps), "a result is the caller's, no later step writes it"
+    assert all(torch.equal(mine, its) for mine, its in steps), "a result is the caller's: no later step overwrites it"
 
 
-def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
+def test_answer_reports_graph_preparation_and_stays_the_same(model):
     def answer(recorder):
         session = Session(model)
         as_on_a_gpu(session._kv)
@@ -211,7 +211,7 @@ def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
 
 
 class Streams:
-    """What ``CudaRecorder`` asks of torch, where there is no GPU; ``pools`` and ``on`` are what captures were given."""
+    """What ``CudaRecorder`` needs of torch, without a GPU; ``pools`` and ``on`` record what captures were given."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.current, self.pools, self.on, handles = "main", [], [], itertools.count()
@@ -238,7 +238,7 @@ class Streams:
         self.current = "main"
 
 
-def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypatch):
+def test_live_graphs_share_a_memory_pool(monkeypatch):
     streams = Streams(monkeypatch)
     recorder = CudaRecorder(torch.device("cuda:1"))
     first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.tensor(gc.isenabled()))
@@ -252,7 +252,7 @@ def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypat
     assert set(streams.on) == {"beside cuda:1"}
 
 
-def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkeypatch):
+def test_failed_capture_restores_the_stream_and_names_the_cause(monkeypatch):
     one, _, _ = pair(loaded("llama"), "full", token_ids(50))
     streams = Streams(monkeypatch)
     one.graphs._recorder = CudaRecorder(torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Full mode is the model's ordinary cache (E1); what runs out of memory is explained and costs nothing stored."""
+"""Full mode matches the model's ordinary cache (E1); running out of memory is explained and loses nothing stored."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
-    """transformers' own greedy decoding."""
+def test_full_mode_matches_transformers_on_every_kind_of_layer(name):
+    """Compared to transformers' own greedy decoding."""
     model, ids = loaded(name), token_ids(60)
     one = runner_of(model)
     one.chunk = 23
@@ -48,7 +48,7 @@ def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
 @pytest.mark.parametrize(
     ("name", "mode"), thinned(["llama", "gemma2", "gpt_oss", "cohere2"], ["streaming", "speculative"])
 )
-def test_a_budget_above_the_conversation_gives_full_modes_logits(name, mode):
+def test_budget_above_the_conversation_matches_full_mode(name, mode):
     model, ids = loaded(name), token_ids(90)
     one, full = runner_of(model, mode, budget=500), runner_of(model)
     torch.testing.assert_close(prefilled(one, ids), prefilled(full, ids))
@@ -56,8 +56,8 @@ def test_a_budget_above_the_conversation_gives_full_modes_logits(name, mode):
         torch.testing.assert_close(one.step(token), full.step(token), atol=2e-5, rtol=0)
 
 
-def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbed_runs():
-    """E8, with layers that depend on each other."""
+def test_frequent_mode_switches_leave_stored_kv_unchanged():
+    """E8, with layers that depend on each other; layer 0 matches a run without switches."""
     model, ids = loaded("llama"), token_ids(200)
     one, calm = runner_of(model, "streaming", **MODES["streaming"]), runner_of(model)
     for each in (one, calm):
@@ -79,9 +79,9 @@ def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbe
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(mode, monkeypatch):
+def test_step_is_exact_after_memory_runs_out_in_one(mode, monkeypatch):
     model, ids = loaded("llama"), token_ids(200)
-    # Retrieval at once: speculation would go on from the failed step's query.
+    # Synchronous retrieval: speculation would use the failed step's query.
     params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
     one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     for each in (one, undisturbed):
@@ -104,8 +104,8 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
         torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
 
 
-def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
-    """The session takes the logits and leaves: the tokens just read must be in streaming's window."""
+def test_prefill_closed_at_its_last_chunk_stores_all_tokens():
+    """The session takes the logits and stops: the tokens just processed must be in streaming's window."""
     model, ids = loaded("llama"), token_ids(90)
     one, full = runner_of(model, "streaming", budget=500), runner_of(model)
     for part in (ids[:40], ids[40:]):
@@ -115,7 +115,7 @@ def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
     assert attended(one.kv.state, 0).all()
 
 
-def test_in_bfloat16_on_a_cpu_steps_run_without_onednn_and_prefills_with_it(monkeypatch):
+def test_bfloat16_steps_on_a_cpu_run_without_onednn(monkeypatch):
     one, before, seen = runner_of(loaded("llama", dtype=torch.bfloat16)), torch.backends.mkldnn.enabled, []
     run = attention_hook.forward
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_in_bfloat16_on_a_cpu_steps_run_without_onednn_and_prefills_with_it(monk
     assert torch.backends.mkldnn.enabled == before
 
 
-def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored():
+def test_invalid_tokens_are_refused_and_not_stored():
     model, ids = loaded("llama"), token_ids(90)
     one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     for each in (one, undisturbed):
@@ -140,12 +140,12 @@ def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored():
     torch.testing.assert_close(one.step(5), undisturbed.step(5))
 
 
-# ---- Operations of torch in one decoded token on a CPU: each small one costs more than its arithmetic
+# ---- torch operations for one decoded token on a CPU: each small one costs more than its arithmetic
 
 
 STORED, WARM_UP, STEPS = 700, 4, 10
-# 165, 204, 187, 190 and 321 were counted in the fullest of ten steps; a tenth more leaves room for another version of
-# torch or transformers, and none for three more operations in each of the eight layers of full.
+# 165, 204, 187, 190 and 321 were counted in the busiest of ten steps; a tenth more leaves room for another version of
+# torch or transformers, but not for three more operations in each of full's eight layers.
 CEILINGS = {"full": 181, "streaming": 224, "speculative": 206, "sync": 209, "freeze": 353}
 BUDGET = {"full": {}, "freeze": {}, "sync": {}, "streaming": {"budget": 256}, "speculative": {"budget": 256}}
 
@@ -163,7 +163,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", CEILINGS)
-def test_no_step_makes_more_operations_than_today(bundled, mode):
+def test_steps_stay_within_their_operation_ceilings(bundled, mode):
     runner = runner_of(bundled, mode, **BUDGET[mode])
     prefilled(runner, token_ids(STORED))
     counts = []

@@ -1,4 +1,4 @@
-"""Prefill in chunks: what does not fit at once is read in smaller ones, and the GPU takes what the plan foretells."""
+"""Prefill in chunks: chunks that do not fit are halved, and a GPU takes no more memory than planned."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def ids_of(n: int) -> list[int]:
     return [3 + i * 7 % 150 for i in range(n)]
 
 
-def without_room_above(one, most: int, monkeypatch, from_layer: int = 0) -> list[int]:
-    """Forwards of more than ``most`` tokens run out of memory in the layer ``from_layer``; the sizes tried."""
+def limit_forwards(one, most: int, monkeypatch, from_layer: int = 0) -> list[int]:
+    """Make forwards of more than ``most`` tokens run out of memory in layer ``from_layer``; return the sizes tried."""
     attention, tried = one.kv.attention, []
 
     def limited(layer, query, *args):
@@ -37,12 +37,12 @@ def without_room_above(one, most: int, monkeypatch, from_layer: int = 0) -> list
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 @pytest.mark.parametrize("from_layer", [0, 3])
-def test_a_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_layer, monkeypatch):
+def test_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_layer, monkeypatch):
     model, ids = loaded("llama"), ids_of(200)
     params = {"budget": 96, "sink": 8, "window": 32} if mode == "speculative" else {}
     one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     one.least = 16
-    tried = without_room_above(one, 60, monkeypatch, from_layer)
+    tried = limit_forwards(one, 60, monkeypatch, from_layer)
     torch.testing.assert_close(prefilled(one, ids), prefilled(undisturbed, ids), atol=2e-5, rtol=0)
     assert tried == [200, 100, 50, 50, 50, 50]
     check_integrity(one.kv.state)
@@ -50,14 +50,14 @@ def test_a_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_laye
         torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
 
 
-def test_the_smallest_chunk_is_the_last_one_tried_and_what_was_stored_is_kept(monkeypatch):
+def test_prefill_fails_at_the_smallest_chunk_and_loses_nothing(monkeypatch):
     model, ids = loaded("llama"), ids_of(200)
     one, undisturbed = runner_of(model), runner_of(model)
     for each in (one, undisturbed):
         prefilled(each, ids[:70])
     one.least = 20
     with monkeypatch.context() as patch:
-        tried = without_room_above(one, 10, patch)
+        tried = limit_forwards(one, 10, patch)
         with pytest.raises(DoesNotFitError, match="reading the prompt"):
             prefilled(one, ids[70:])
     assert tried == [130, 65, 32, 20]
@@ -65,13 +65,13 @@ def test_the_smallest_chunk_is_the_last_one_tried_and_what_was_stored_is_kept(mo
     torch.testing.assert_close(prefilled(one, ids[70:]), prefilled(undisturbed, ids[70:]), atol=2e-5, rtol=0)
 
 
-def test_where_the_plan_chooses_it_is_asked_before_the_forward(monkeypatch):
+def test_planned_chunks_are_checked_before_the_forward(monkeypatch):
     model, ids = loaded("llama"), ids_of(100)
     one = runner_of(model)
     one.chunk = None
     monkeypatch.setattr(runner, "prefill_bytes_per_token", lambda model: 1000)
     monkeypatch.setattr(available, "free_bytes", lambda device: 10 * 2**30)
-    tried = without_room_above(one, 10**6, monkeypatch)
+    tried = limit_forwards(one, 10**6, monkeypatch)
     prefilled(one, ids)
     assert tried == [100]
     monkeypatch.setattr(available, "free_bytes", lambda device: 0)
@@ -91,14 +91,14 @@ def on_gpu():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("chunk", [512, 1024, None])
-def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
+def test_gpu_memory_of_prefill_stays_within_the_plan(on_gpu, chunk):
     one, ids = runner_of(on_gpu), ids_of(min(3000, on_gpu.context - 8))
     token_bytes = prefill_bytes_per_token(on_gpu)
-    prefilled(one, ids[:600])  # what is allocated once
+    prefilled(one, ids[:600])  # one-time allocations
     one.chunk = size = chunk or len(ids)
     new = len(ids) - 600
     last = min(size, new)
-    foretold = prefill.prefill_bytes(one.kv.state.geometry, len(ids) - last, last, token_bytes)
+    planned = prefill.prefill_bytes(one.kv.state.geometry, len(ids) - last, last, token_bytes)
     pieces, peaks = one.prefill(ids[600:]), []
     for _ in range(-(-new // size)):
         torch.cuda.synchronize()
@@ -107,13 +107,13 @@ def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
         next(pieces)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     pieces.close()
-    assert max(peaks) <= foretold
+    assert max(peaks) <= planned
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("chunk", [100, 512, 4096])
-def test_a_gpus_prefill_gives_the_models_own_logits(on_gpu, chunk):
-    """Within twice what the model's own two ways of attending differ."""
+def test_prefill_on_a_gpu_matches_the_models_own_logits(on_gpu, chunk):
+    """Within twice the difference between the model's own two attention implementations."""
     ids = ids_of(min(3000, on_gpu.context - 8))
     own = {}
     with as_written(on_gpu.model):
@@ -131,14 +131,14 @@ def test_a_gpus_prefill_gives_the_models_own_logits(on_gpu, chunk):
 # ---- The forward that measures a prefill's memory
 
 
-def test_the_measuring_forward_keeps_nothing_and_runs_through_every_layer():
+def test_measuring_forward_runs_every_layer_and_stores_nothing():
     model, seen = loaded("deepseek_v3"), []
 
-    class Noting(WithoutAttention):
+    class Recording(WithoutAttention):
         def attention(self, layer, query, key, value, spec):
             seen.append((layer, super().attention(layer, query, key, value, spec).shape == (4, 12, value.shape[-1])))
             return super().attention(layer, query, key, value, spec)
 
     ids = torch.arange(12)
-    assert attention_hook.forward(model.model, ids, ids, Noting(), logits=False) is None
+    assert attention_hook.forward(model.model, ids, ids, Recording(), logits=False) is None
     assert seen == [(layer, True) for layer in range(4)]
