@@ -560,7 +560,8 @@ def _check(turns: Sequence[Turn]) -> None:
     for turn in turns:
         check_known(turn.role, ROLES, "role")
     user = [turn for turn in turns if turn.role == "user"]
-    if not user or not user[-1].content.strip():
+    # Other programs may send only a system prompt; the template decides whether that is enough.
+    if not any(turn.content.strip() for turn in user[-1:] or turns):
         raise UsageError("The prompt is empty.", "The last user turn has no text to answer.", "Write a message.")
 
 
@@ -568,7 +569,9 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
     """Move the system text into the first user turn, for templates without a system role."""
     system = "\n\n".join(turn.content.strip() for turn in turns if turn.role == "system")
     rest = [turn for turn in turns if turn.role != "system"]
-    first = next(i for i, turn in enumerate(rest) if turn.role == "user")
+    first = next((i for i, turn in enumerate(rest) if turn.role == "user"), None)
+    if first is None:
+        return [*([Turn("user", system)] if system else ()), *rest]
     if system:
         pinned = rest[first].pinned or any(turn.pinned for turn in turns if turn.role == "system")
         rest[first] = replace(rest[first], content=f"{system}\n\n{rest[first].content}", pinned=pinned)

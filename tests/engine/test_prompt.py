@@ -299,10 +299,21 @@ def test_continued_text_gets_no_word_start_mark(prepends):
     assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("turns", [[], [user("")], [user(" \n")], [Turn("system", "x")], [user("Hi"), user("")]])
+@pytest.mark.parametrize("turns", [[], [user("")], [user(" \n")], [Turn("system", "")], [user("Hi"), user("")]])
 def test_empty_prompts_are_refused(encoder, turns):
     with pytest.raises(UsageError, match="prompt"):
         encoder.encode(turns, Stored())
+
+
+def test_a_lone_system_prompt_is_rendered(tokenizer, encoder):
+    """Clients of the server send it, and so does an answer that they continue."""
+    system = Turn("system", "Say hello.")
+    messages = [{"role": "system", "content": "Say hello."}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert encoder.render([system]) == expected
+    assert encoder.render([system, assistant("Hel")]) == f"{expected}Hel"
+    without = with_template(tokenizer, NO_SYSTEM)
+    assert without.render([system]) == without.render([user("Say hello.")])
 
 
 def test_unknown_role_is_refused_with_a_suggestion(encoder):
