@@ -54,6 +54,7 @@ LEFT_OUT = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)")
+SHARED_GATE = ".ffn_gate_inp_shexp.weight"  # a row, in newer files a matrix of one; transformers makes the row a matrix
 BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # only some Llamas have them
 
 
@@ -386,6 +387,8 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
 
     def make(one: gguf_file.Tensor) -> Tensor:
         found = values(one)
+        if one.name.endswith(SHARED_GATE):
+            found = found.flatten()
         plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no bfloat16
         done = processor.process(weights=plain.numpy(), name=one.name, parsed_parameters={"tensors": {}})
         return torch.from_numpy(done.weights)

@@ -103,6 +103,14 @@ def test_values_of_the_file_override_those_of_transformers(tmp_path, name, kind,
     assert loaded.context == tiny_models.CONTEXT
 
 
+def test_a_shared_experts_gate_may_be_a_matrix(tmp_path):
+    """llama.cpp's converter used to write the first, and now the second."""
+    original = tiny_models.fresh("qwen2_moe", vocab_size=8192)
+    write_tiny(tmp_path / "x.gguf", original, "qwen2moe", gates_are_rows=False)
+    loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
+    assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
+
+
 def test_a_model_called_mistral_loads_as_llama(tmp_path):
     """transformers would read it as another architecture, which no file has."""
     original = tiny_models.fresh("llama", vocab_size=8192)

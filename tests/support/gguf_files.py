@@ -157,10 +157,12 @@ def write_lfm2(path: Path, model: Any, kind: str) -> None:
     _write(writer, tensors, kind, kind)
 
 
-def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny", layers: str = "F32") -> None:
+def write_tiny(
+    path: Path, model: Any, kind: str, name: str = "tiny", layers: str = "F32", gates_are_rows: bool = True
+) -> None:
     """A model of llama.cpp's architecture ``kind`` with the bundled vocabulary, as llama.cpp converts it.
 
-    ``layers`` is the type of matrices in layers.
+    ``layers`` is the type of the matrices in layers; the gates of shared experts are rows, or matrices of one.
     """
     import gguf
 
@@ -200,7 +202,9 @@ def write_tiny(path: Path, model: Any, kind: str, name: str = "tiny", layers: st
             tensor = (
                 tensor.T if kind == "gpt2" and name.endswith(("attn.weight", "proj.weight", "fc.weight")) else tensor
             )
-            tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor.squeeze(0)
+            tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = (
+                tensor.squeeze(0) if gates_are_rows else tensor
+            )
     _write(writer, tensors, layers, "F32")
 
 
