@@ -44,7 +44,7 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
         started(editor)
         if code := editor.wait():
             raise _refusal(f"The editor {command[0]} ended with exit code {code}.")
-        return unmarked(path.read_bytes().decode()).removesuffix("\n")
+        return unmarked(path.read_bytes().decode()).replace("\r\n", "\n").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
         raise _refusal(f"The editor {command[0]} failed: {detail}.") from None

@@ -40,9 +40,9 @@ def test_the_edited_file_is_private_and_removed(folder, editor):
     assert not os.listdir(folder)
 
 
-def test_a_byte_order_mark_is_dropped(folder, editor):
-    editor("path.write_bytes(b'\\xef\\xbb\\xbfedited\\n')")
-    assert external_editor.edit("text") == "edited"
+def test_byte_order_marks_and_crlf_are_removed(folder, editor):
+    editor("path.write_bytes(b'\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n')")
+    assert external_editor.edit("text") == "one\ntwo"
 
 
 @pytest.mark.parametrize(
