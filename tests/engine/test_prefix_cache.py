@@ -1,4 +1,4 @@
-"""Keeping conversations of a tiny model, whose tokens are the characters of what is said."""
+"""Conversations of a tiny model, parked in memory and saved on disk; its tokens are characters."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Turn
 
 
-def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
+def test_reopened_conversation_is_restored_exactly_from_memory(tmp_path):
     chat = Chat(tmp_path, saved=0)
     assert chat.say("a", TALE) == []
     one = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
@@ -38,13 +38,13 @@ def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
     check_integrity(chat.runner.kv.state)
 
 
-def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
-    """With room for one the one that comes next is there."""
-    for room, said, parked in ((2.5, "1234", ["2", "3"]), (1.5, "1212", ["1"])):
+def test_least_recently_used_conversation_is_dropped(tmp_path):
+    """Even with room for one, the next conversation is restored."""
+    for room, names, parked in ((2.5, "1234", ["2", "3"]), (1.5, "1212", ["1"])):
         chat = Chat(tmp_path, saved=0)
         most = int(room * chat.runner.kv.state.geometry.token_bytes * 320)
         chat.cache._keeping = replace(chat.keeping, parked_bytes=most)
-        for name in said:
+        for name in names:
             events = chat.say(name, name + TALE)
         assert chat.cache.parked_bytes <= most
         assert list(chat.cache._parked) == parked
@@ -52,7 +52,7 @@ def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
 
 
 @pytest.mark.parametrize("lacks", ["room", "memory", "memory after all"])
-def test_what_cannot_be_parked_is_told_once(tmp_path, monkeypatch, lacks):
+def test_conversation_that_cannot_be_parked_is_reported_once(tmp_path, monkeypatch, lacks):
     chat = Chat(tmp_path, saved=0, parked=1000 if lacks == "room" else 2**30)
     if lacks == "memory":
         none = SimpleNamespace(host_free=lambda: 0, usable=lambda free: free)
@@ -60,19 +60,19 @@ def test_what_cannot_be_parked_is_told_once(tmp_path, monkeypatch, lacks):
     if lacks == "memory after all":
         monkeypatch.setattr(prefix_cache, "parked", out_of_memory)
     assert notes(chat.say("a", TALE)) == []
-    (told,) = notes(chat.say("b", OTHER))
-    assert "processed again" in told
+    (note,) = notes(chat.say("b", OTHER))
+    assert "processed again" in note
     assert notes(chat.say("a", TALE)) == []
     assert chat.cache.parked_bytes == 0
 
 
-def test_what_is_not_to_be_parked_or_is_on_disk_is_not_told(tmp_path):
+def test_disabled_parking_and_saved_conversations_are_not_reported(tmp_path):
     for kept in ({"parked": 0, "saved": 0}, {"parked": 1000}):
         chat = Chat(tmp_path, **kept)
         assert notes([*chat.say("a", TALE), *chat.say("b", OTHER)]) == []
 
 
-def test_of_what_is_written_already_no_rows_are_made(tmp_path, monkeypatch):
+def test_saved_conversations_prepare_no_new_rows(tmp_path, monkeypatch):
     chat = Chat(tmp_path)
     for name, text in (("a", TALE), ("b", OTHER), ("c", "3" + TALE)):
         chat.say(name, text)
@@ -85,7 +85,7 @@ def test_of_what_is_written_already_no_rows_are_made(tmp_path, monkeypatch):
     assert len(made) == 1
 
 
-def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
+def test_shared_prefix_comes_from_another_conversation(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE + OTHER)
     chat.say("b", OTHER)
@@ -99,7 +99,7 @@ def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
     assert came_back(one) == (1 + len(TALE) + 3, "disk")
 
 
-def test_what_is_on_disk_is_not_written_again(tmp_path):
+def test_saved_pages_are_not_rewritten(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
@@ -115,7 +115,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path):
     assert len(chat.cache._file(path).rows()) == 1 + len(TALE + OTHER)
 
 
-def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
+def test_reduced_tokens_stay_marked_after_a_restart(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.cache.interrupt()
@@ -136,31 +136,31 @@ def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
         ({"fingerprint": "1"}, "another training"),
         ({"tokenizer": Wordless(vocabulary={"a": 1})}, "another tokenizer"),
         ({"tokenizer": Wordless("x")}, "another chat"),
-        ({"name": "other"}, ""),  # the application says which model goes on
+        ({"name": "other"}, ""),  # the application reports a changed model
     ],
 )
-def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, changes, reason):
+def test_kv_of_another_model_is_refused_and_replaced(tmp_path, changes, reason):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
-    told = notes(chat.say("a", TALE))
-    assert [reason in note for note in told] == [True] * bool(reason)
+    found = notes(chat.say("a", TALE))
+    assert [reason in note for note in found] == [True] * bool(reason)
     assert came_back(chat.restarted(tmp_path).say("a", TALE))
 
 
-def test_a_folder_in_place_of_the_file_is_passed_over(tmp_path):
+def test_directory_in_place_of_a_file_is_skipped(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
     (tmp_path / "kv" / "b.kv").mkdir()
     chat = chat.restarted(tmp_path)
-    assert not notes(chat.say("c", TALE)), "that of another conversation is passed over"
+    assert not notes(chat.say("c", TALE)), "that of another conversation is skipped"
     (note,) = notes(chat.restarted(tmp_path).say("b", TALE))
     assert "directory" in note
 
 
 @pytest.mark.parametrize(("records", "at", "left"), [(0, 4, 0), (3, -1, 64)])
-def test_a_damaged_page_is_told_and_leaves_what_is_before_it_without_pins_behind_that(tmp_path, records, at, left):
+def test_damaged_page_is_reported_and_earlier_pages_are_kept(tmp_path, records, at, left):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.cache.interrupt()
@@ -179,7 +179,7 @@ def test_a_damaged_page_is_told_and_leaves_what_is_before_it_without_pins_behind
     assert not chat.runner.kv.state.control.any()
 
 
-def test_who_leaves_at_a_note_does_not_save_what_was_said_before_as_the_conversation_to_open(tmp_path):
+def test_resume_closed_at_a_note_saves_nothing_under_that_name(tmp_path):
     chat = Chat(tmp_path)
     chat.say("b", OTHER)
     chat.written()
@@ -197,7 +197,7 @@ def test_who_leaves_at_a_note_does_not_save_what_was_said_before_as_the_conversa
         chat.cache._file(tmp_path / "kv" / "b.kv").rows()
 
 
-def test_what_finds_no_memory_to_be_saved_is_saved_the_next_time(tmp_path):
+def test_failed_save_is_retried_next_time(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.cache.interrupt()
@@ -209,22 +209,22 @@ def test_what_finds_no_memory_to_be_saved_is_saved_the_next_time(tmp_path):
     assert len(chat.cache._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
 
 
-def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
+def test_full_disk_is_reported_once(tmp_path, monkeypatch):
     chat = Chat(tmp_path)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvchat.kv.memory.page_file._write", full)
-    for text, told in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
+    for text, reported in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
         with chat.cache.changing():
-            assert len(list(chat.cache.open("a", ()))) == told
+            assert len(list(chat.cache.open("a", ()))) == reported
         chat.say("a", text)
         chat.written()
     assert (tmp_path / "kv" / "a.kv").stat().st_size == 0
 
 
-def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
+def test_deleted_conversation_is_not_parked(tmp_path):
     chat = Chat(tmp_path, saved=0)
     chat.say("a", TALE)
     chat.say("b", OTHER)
@@ -234,11 +234,11 @@ def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
     assert chat.cache.parked_bytes == 0
 
 
-def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path):
+def test_file_written_during_deletion_is_deleted(tmp_path):
     chat = Chat(tmp_path)
     chat.say("b", OTHER)
     chat.say("a", TALE)
-    chat.cache.forget("a")  # the application had set its file aside before there was one
+    chat.cache.forget("a")  # the application had moved its file away before there was one
     chat.written()
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["b.kv"]
     chat.cache.save()
@@ -247,7 +247,7 @@ def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path
     assert not (tmp_path / "kv" / "a.kv").exists()
 
 
-def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
+def test_undeletable_file_is_not_an_error(tmp_path, monkeypatch):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
     assert chat.cache.parked_bytes == 0
 
 
-def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opened(tmp_path):
+def test_opening_a_conversation_does_not_save_the_previous_one_as_it(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
@@ -271,7 +271,7 @@ def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opene
     assert chat.runner.kv.total == len(chat.stored.ids) <= 1
 
 
-def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypatch):
+def test_switching_conversations_does_not_interrupt_writing(tmp_path, monkeypatch):
     chat = Chat(tmp_path)
     monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
     chat.say("a", TALE)
@@ -282,29 +282,29 @@ def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypa
     assert len(chat.cache._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
 
 
-def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path):
-    one, beginning = Chat(tmp_path), TALE[:95]  # with what the encoder puts before it three pages
+def test_two_processes_do_not_mix_a_conversations_branches(tmp_path):
+    one, beginning = Chat(tmp_path), TALE[:95]  # three pages, with what the encoder puts before it
     other = Chat(tmp_path, one.runner.model)
     one.say("a", beginning)
     one.written()
     other.say("a", beginning[:40] + OTHER[:55])
     other.written()
-    for there in (40 + 1, 1 + len(TALE)):  # the other's branch is kept as it is, then replaced as a whole
+    for restored in (40 + 1, 1 + len(TALE)):  # the other's branch is kept as it is, then replaced entirely
         one.say("a", TALE)
         one.written()
         again = Chat(tmp_path, one.runner.model)
-        assert came_back(again.cache.resume("a", (Turn("user", TALE),))) == (there, "disk")
-        assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:there]
+        assert came_back(again.cache.resume("a", (Turn("user", TALE),))) == (restored, "disk")
+        assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:restored]
 
 
-def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
+def next_logits(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
     return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 
 
 @pytest.mark.parametrize(("row", "dtype"), thinned(PARAMS, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
-def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
-    """In most modes of one that entered its mode anew, as a switch does: what was dropped or frozen, and which slot a
-    token has (the order of a sum), is no part of what is kept.
+def test_resumed_logits_match_a_session_never_closed(tmp_path, row, dtype):
+    """In most modes, a session that re-entered its mode, as a switch does: what was dropped or frozen, and the slot of
+    each token (the order of a sum), is not saved.
     """
     names = ["llama", "gemma3", "deepseek_v3", "phi", "qwen3", "olmo2"]
     name = names[list(PARAMS).index(row) % len(names)]
@@ -329,11 +329,11 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
         with torch.inference_mode():
             chat.runner.kv.switch(mode_of(chat.runner.model, row))
     more = token_ids(5, seed=2)
-    for mine, its in zip(stepped(later.runner, more), stepped(chat.runner, more), strict=True):
+    for mine, its in zip(next_logits(later.runner, more), next_logits(chat.runner, more), strict=True):
         assert torch.equal(mine, its)
 
 
-def test_the_least_recently_used_files_give_way(tmp_path):
+def test_least_recently_used_files_are_deleted_first(tmp_path):
     folder = SavedFolder(tmp_path, limit=100)
     for age, name in enumerate(("new", "old", "oldest")):
         path = folder.path(name)
@@ -344,10 +344,10 @@ def test_the_least_recently_used_files_give_way(tmp_path):
     assert [path.stem for path in folder.latest_first()] == ["oldest", "new"]
 
 
-def test_none_gives_way_to_one_that_would_not_fit_alone_which_is_kept_up_to_the_limit(tmp_path):
+def test_file_over_the_limit_deletes_no_others(tmp_path):
     absent = SavedFolder(tmp_path / "absent", limit=100)
     assert absent.make_room(absent.path("mine"), 500) == 100
-    assert absent.path("../../x").parent == tmp_path / "absent", "an imported id names no place outside"
+    assert absent.path("../../x").parent == tmp_path / "absent", "an imported id cannot name a path outside"
     folder = SavedFolder(tmp_path, limit=100)
     for name in ("one", "other"):
         folder.path(name).write_bytes(b"x" * 30)
@@ -357,10 +357,10 @@ def test_none_gives_way_to_one_that_would_not_fit_alone_which_is_kept_up_to_the_
     assert folder.latest_first() == []
 
 
-# ---- The text that stored ids stand for
+# ---- The text of stored ids
 
 
-def test_stored_text_is_known_only_at_marks():
+def test_stored_text_matches_only_at_marks():
     stored = Stored()
     stored.extend([1, 2])
     stored.mark_text("ab")
@@ -377,7 +377,7 @@ def test_stored_text_is_known_only_at_marks():
     assert (stored.text, stored.marks) == ("aX", [(3, 2)])
 
 
-# ---- Keeping conversations whose full pages are in 8 bits
+# ---- Conversations whose full pages are in 8 bits
 
 
 HYBRID = "lfm2"
@@ -385,7 +385,7 @@ SAID = 1 + len(TALE)  # with what the encoder puts before it
 
 
 def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
-    """A session in which ``TALE`` was answered, never closed, and one that is yet to open that conversation."""
+    """A session in which ``TALE`` was answered, never closed, and one that has not resumed it yet."""
     chat, later = (Chat(tmp_path, loaded(name), row) for _ in range(2))
     for one in (chat, later):
         one.runner.kv.state.quantize_pages(True)
@@ -394,25 +394,25 @@ def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
     return chat, later
 
 
-def assert_alike(chat: Chat, later: Chat) -> None:
+def assert_same_logits(chat: Chat, later: Chat) -> None:
     more = token_ids(40, seed=2)
     assert torch.equal(*(prefilled(one.runner, more) for one in (chat, later)))
     for token in token_ids(6, seed=3):
         assert torch.equal(*(one.runner.step(token) for one in (chat, later)))
 
 
-def stored(chat: Chat) -> list[torch.Tensor]:
+def dense_kv(chat: Chat) -> list[torch.Tensor]:
     """Keys and values of each layer."""
     state = chat.runner.kv.state
     return [torch.stack(state.host.dense(layer, SAID)) for layer in range(state.geometry.layers)]
 
 
-def opened(chat: Chat, later: Chat) -> list:
+def resume(chat: Chat, later: Chat) -> list:
     return list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
 @pytest.mark.parametrize("saved", [0, 2**30])
-def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_path, saved):
+def test_truncated_8_bit_page_is_still_known_as_quantized(tmp_path, saved):
     chat = Chat(tmp_path, saved=saved)
     state = chat.runner.kv.state
     chat.say("a", TALE[:40])
@@ -431,7 +431,7 @@ def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_
 
 
 @pytest.mark.parametrize("where", ["current", "memory", "disk"])
-def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tmp_path, where):
+def test_quantized_tokens_are_shared_only_in_8_bits(tmp_path, where):
     chat = Chat(tmp_path)
     chat.say("a", TALE[:40])
     chat.runner.kv.state.quantize_pages(True)
@@ -447,23 +447,23 @@ def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tm
 
 
 @pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), (HYBRID, "full")])
-def test_logits_are_those_of_a_session_that_entered_its_mode_anew(tmp_path, name, row):
-    """Also in sync mode, whose slots hold exactly what the host pool has quantized since."""
+def test_resumed_logits_match_a_session_that_reentered_its_mode(tmp_path, name, row):
+    """Also in sync mode, whose slots hold in full precision what the host pool has quantized since."""
     chat, later = pair(tmp_path, name, row)
-    assert came_back(opened(chat, later)) == (SAID + 9, "disk")
-    assert all(map(torch.equal, stored(chat), stored(later)))
+    assert came_back(resume(chat, later)) == (SAID + 9, "disk")
+    assert all(map(torch.equal, dense_kv(chat), dense_kv(later)))
     if PARAMS[row][0] != "full":
         with torch.inference_mode():
             chat.runner.kv.switch(mode_of(chat.runner.model, row))
-    assert_alike(chat, later)
+    assert_same_logits(chat, later)
 
 
-def test_what_a_hybrid_reads_again_is_exact_where_a_session_never_closed_has_it_rounded(tmp_path):
+def test_hybrid_recomputes_quantized_tokens_exactly(tmp_path):
     chat, later = pair(tmp_path, HYBRID)
-    for one in (later, chat):  # the first one reads the file before either writes it again
+    for one in (later, chat):  # the first one reads the file before either rewrites it
         one.say("a", TALE[:-1] + "?" + OTHER)
     page = chat.runner.kv.state.geometry.page
-    whole = (SAID - TAIL) // page * page  # the next one gets full again, with other scales
-    for quantized, exact in zip(stored(chat), stored(later), strict=True):
+    whole = (SAID - TAIL) // page * page  # the next page fills up again, with other scales
+    for quantized, exact in zip(dense_kv(chat), dense_kv(later), strict=True):
         assert torch.equal(quantized[:, :, :whole], exact[:, :, :whole])
         assert 0 < (quantized - exact).abs().max() < 0.01 * quantized.abs().max()

@@ -1,4 +1,4 @@
-"""Conversations with a hybrid model: what is reused, asked again, stopped or withdrawn, against a fresh session."""
+"""Conversations with hybrid models: reuse, regeneration, withdrawal and resuming, against a fresh session."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def hybrid(tmp_path_factory):
     return load_model(Load(str(folder), "cpu", "float32"), lambda stage: None)
 
 
-def answered(session: Session, turns, sampling=GREEDY, between=None) -> tuple[list[int], Started, list]:
+def run_answer(session: Session, turns, sampling=GREEDY, between=None) -> tuple[list[int], Started, list]:
     events = list(session.answer(turns, sampling, between))
     assert isinstance(events[-1], Finished)
     return session.token_ids, events[0], events
@@ -38,7 +38,7 @@ def text_of(events) -> str:
 
 
 def fresh_tokens(session: Session, started: Started) -> list[int]:
-    """The tokens that a new session draws after the same ids; a text read anew may have others."""
+    """The tokens that a new session draws after the same ids; tokenized again, the text may have others."""
     fresh, tokens = Session(session.model), []
     logits = fresh.prefill(session._loop.stored.ids[: started.prompt_tokens])
     for _ in session.token_ids:
@@ -48,26 +48,26 @@ def fresh_tokens(session: Session, started: Started) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["freeze", "sync"])
-def test_a_second_turn_and_a_regenerated_one(hybrid, mode):
+def test_second_and_regenerated_turns_match_a_fresh_session(hybrid, mode):
     params = {"freeze": {"recovery": False}, "sync": {"mem": 0.9}}.get(mode, {})
     session = Session(hybrid, entering(mode, params))
-    _, _, events = answered(session, HELLO)
+    _, _, events = run_answer(session, HELLO)
     turns = (*HELLO, Turn("assistant", text_of(events)), QUESTION)
-    second, started, _ = answered(session, turns)
+    second, started, _ = run_answer(session, turns)
     assert started.reused_tokens > 30
     assert second == fresh_tokens(session, started)
-    again, started, _ = answered(session, turns)
+    again, started, _ = run_answer(session, turns)
     assert started.reused_tokens == started.prompt_tokens - 1
     assert again == second
 
 
-def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
-    """Recovery walks back in the middle of an answer; what is stored then is what one prefill gives."""
+def test_recurrent_state_forgets_withdrawn_tokens(hybrid, monkeypatch):
+    """Recovery goes back in the middle of an answer; what is stored then matches one prefill."""
     session, plain = Session(hybrid, entering("freeze")), Session(hybrid)
     alarms = iter([*[None] * 12, *[recovery.Trigger("entropy", 9.0)] * 200])
     monkeypatch.setattr(recovery.Signals, "add", lambda self, *args: next(alarms))
     sampling = Sampling(temperature=0.8, max_new_tokens=150, seed=1)
-    _, _, events = answered(session, HELLO, sampling)
+    _, _, events = run_answer(session, HELLO, sampling)
     assert any(isinstance(event, Recovered) and event.level == "RR" for event in events)
     expected = plain.prefill(session._loop.stored.ids)
     session.switch("full")
@@ -76,10 +76,10 @@ def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_a_rebuilt_conversation_is_a_fresh_one(hybrid):
-    """The state was computed with less, too."""
+def test_rebuilt_conversation_matches_a_fresh_one(hybrid):
+    """The state was computed with reduced context, too."""
     session, fresh = Session(hybrid, entering("streaming", {"budget": 64, "R": 1, "sigma": 0})), Session(hybrid)
-    answered(session, HELLO, Sampling(temperature=0, max_new_tokens=60))
+    run_answer(session, HELLO, Sampling(temperature=0, max_new_tokens=60))
     session.switch("full")
     reduced = session.step(5)
     fresh.prefill(session._loop.stored.ids[: session.total - 1])
@@ -91,83 +91,83 @@ def test_a_rebuilt_conversation_is_a_fresh_one(hybrid):
     torch.testing.assert_close(session.step(5), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_panels_count_the_states_bytes(hybrid):
+def test_panels_count_the_recurrent_states_bytes(hybrid):
     session = Session(hybrid)
-    answered(session, HELLO)
+    run_answer(session, HELLO)
     state, snapshot = session._runner.recurrent, session.snapshot()
     assert snapshot.kv_device_bytes == session._kv.device_bytes + state.nbytes
     assert snapshot.kv_host_bytes == session._kv.state.host.nbytes + state.snapshot_bytes
     assert "KiB" in snapshot.extras["recurrent state"]
 
 
-# ---- Keeping conversations of tiny hybrid models: K/V and recurrent state, from memory and from disk
+# ---- K/V and recurrent state of tiny hybrid models, restored from memory and from disk
 
 
 ASKED = 1 + len(TALE)  # with what the encoder puts before it
 
 
-def spoken(tmp_path, name: str, **settings) -> Chat:
-    """A conversation with a question that was answered."""
+def start_chat(tmp_path, name: str, **settings) -> Chat:
+    """A conversation with one answered question."""
     chat = Chat(tmp_path, loaded(name), **settings)
     chat.say("a", TALE)
     chat.answer()
     return chat
 
 
-def resumed(chat: Chat, tmp_path) -> tuple[Chat, list]:
-    """The conversation in a later session, and the events of its opening."""
+def resume(chat: Chat, tmp_path) -> tuple[Chat, list]:
+    """The conversation in a later session, and the events of resuming it."""
     later = Chat(tmp_path, loaded(chat.runner.model.name))
     return later, list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
-def goes_on_alike(one: Chat, other: Chat) -> None:
-    for mine, its in zip(stepped(one), stepped(other), strict=True):
+def assert_continue_alike(one: Chat, other: Chat) -> None:
+    for mine, its in zip(next_logits(one), next_logits(other), strict=True):
         assert torch.equal(mine, its)
     check_integrity(one.runner.kv.state)
 
 
-def stepped(chat: Chat) -> list[torch.Tensor]:
-    asked = prefilled(chat.runner, token_ids(40, seed=2))
-    return [asked, *(chat.runner.step(token) for token in token_ids(6, seed=3))]
+def next_logits(chat: Chat) -> list[torch.Tensor]:
+    first = prefilled(chat.runner, token_ids(40, seed=2))
+    return [first, *(chat.runner.step(token) for token in token_ids(6, seed=3))]
 
 
-def reread(chat: Chat) -> int:
+def tokens_to_recompute(chat: Chat) -> int:
     chat.runner.truncate(chat.runner.kv.total)
     return len(chat.runner.recurrent.unread)
 
 
 @pytest.mark.parametrize("name", tiny_models.HYBRID if WHOLE else tiny_models.STATES)
-def test_logits_are_those_of_a_session_never_closed_also_where_the_last_question_is_answered_again(tmp_path, name):
-    chat = spoken(tmp_path, name)
-    later, events = resumed(chat, tmp_path)
+def test_resumed_chat_continues_like_one_never_closed(tmp_path, name):
+    chat = start_chat(tmp_path, name)
+    later, events = resume(chat, tmp_path)
     assert came_back(events) == (ASKED + 9, "disk")
     assert later.stored.ids == chat.stored.ids
-    assert reread(later) == 0
-    goes_on_alike(later, chat)
+    assert tokens_to_recompute(later) == 0
+    assert_continue_alike(later, chat)
     for one in (chat, later):
         one.runner.truncate(ASKED - 1)
         assert 0 < len(one.runner.recurrent.unread) < TAIL
-    goes_on_alike(later, chat)
+    assert_continue_alike(later, chat)
     for one in (chat, later):
         one.runner.truncate(100)
-    assert len(later.runner.recurrent.unread) == 100, "further back it is read from the beginning"
-    for mine, its in zip(stepped(later), stepped(chat), strict=True):
+    assert len(later.runner.recurrent.unread) == 100, "further back, everything is recomputed"
+    for mine, its in zip(next_logits(later), next_logits(chat), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
-def test_gone_back_to_in_one_session_it_comes_from_memory(tmp_path):
-    chat = spoken(tmp_path, "lfm2", saved=0)
-    never_left = spoken(tmp_path, "lfm2", saved=0)
+def test_reopened_conversation_comes_from_memory(tmp_path):
+    chat = start_chat(tmp_path, "lfm2", saved=0)
+    never_left = start_chat(tmp_path, "lfm2", saved=0)
     chat.say("b", OTHER)
     snapshots = sum(one.nbytes for one in chat.cache._parked["a"].snapshots)
     assert chat.cache.parked_bytes == chat.cache._parked["a"].pages.nbytes + snapshots > snapshots > 0
     back = list(chat.cache.resume("a", (Turn("user", never_left.stored.text[1:]),)))
     assert came_back(back) == (ASKED + 9, "memory")
-    goes_on_alike(chat, never_left)
+    assert_continue_alike(chat, never_left)
 
 
-def test_another_that_begins_alike_goes_on_from_a_state_on_the_way(tmp_path):
-    chat = spoken(tmp_path, "qwen3_5")
+def test_shared_prefix_resumes_from_an_intermediate_state(tmp_path):
+    chat = start_chat(tmp_path, "qwen3_5")
     later = Chat(tmp_path, chat.runner.model)
     assert came_back(later.say("b", TALE + "and then")) == (ASKED - TAIL, "disk")
     fresh = Chat(tmp_path / "none", chat.runner.model)
@@ -186,60 +186,60 @@ def damage(chat: Chat, tmp_path, *which: int) -> None:
         flip(path, states[index].at + states[index].nbytes // 2)
 
 
-def test_behind_a_damaged_state_it_is_read_from_the_one_before_and_without_any_good_one_anew(tmp_path):
-    chat = spoken(tmp_path, "qwen3_5")
+def test_damaged_state_falls_back_to_the_one_before(tmp_path):
+    chat = start_chat(tmp_path, "qwen3_5")
     damage(chat, tmp_path, 1)
-    later, events = resumed(chat, tmp_path)
+    later, events = resume(chat, tmp_path)
     assert "state is damaged" in notes(events)[0]
     assert came_back(events) == (ASKED - TAIL, "disk")
     assert later.stored.ids == chat.stored.ids[: ASKED - TAIL]
     damage(chat, tmp_path, 0)
-    later, events = resumed(chat, tmp_path)
+    later, events = resume(chat, tmp_path)
     assert "state is damaged" in notes(events)[0]
     assert (later.runner.kv.total, later.stored.ids, len(events)) == (0, [], 1)
     later.say("a", TALE)
     again = Chat(tmp_path / "none", chat.runner.model)
     again.say("a", TALE)
-    goes_on_alike(later, again)
+    assert_continue_alike(later, again)
 
 
 @pytest.mark.parametrize("left", [0, 30, 500])
-def test_a_file_that_ends_within_its_states_is_read_anew_as_far_as_they_are_missing(tmp_path, left):
-    chat = spoken(tmp_path, "lfm2")
+def test_file_truncated_within_its_states_restores_nothing(tmp_path, left):
+    chat = start_chat(tmp_path, "lfm2")
     path = tmp_path / "kv" / "a.kv"
     file = chat.cache._file(path)
     file.rows()
     end = file.links[-1].end
     path.write_bytes(path.read_bytes()[: end + left])
-    later, events = resumed(chat, tmp_path)
+    later, events = resume(chat, tmp_path)
     assert not [event for event in events if isinstance(event, Resumed)]
     assert later.runner.kv.total == 0
 
 
-def test_a_state_of_another_version_of_transformers_is_refused(tmp_path, monkeypatch):
-    chat = spoken(tmp_path, "lfm2")
+def test_state_of_another_transformers_version_is_refused(tmp_path, monkeypatch):
+    chat = start_chat(tmp_path, "lfm2")
     monkeypatch.setattr(prefix_cache.transformers, "__version__", "6.0")
-    _, events = resumed(chat, tmp_path)
+    _, events = resume(chat, tmp_path)
     assert "another version of transformers" in notes(events)[0]
     monkeypatch.undo()
     assert "version of transformers" not in prefix_cache.identity(loaded("llama"))
 
 
-def test_a_damaged_page_takes_the_states_behind_it_along(tmp_path):
-    chat = spoken(tmp_path, "lfm2")
+def test_damaged_page_invalidates_the_states_after_it(tmp_path):
+    chat = start_chat(tmp_path, "lfm2")
     path = tmp_path / "kv" / "a.kv"
     flip(path, 4096 + 3 * chat.cache._file(path).record_bytes(False) - 1)
-    later, events = resumed(chat, tmp_path)
+    later, events = resume(chat, tmp_path)
     assert "damaged" in notes(events)[0]
     assert (later.runner.kv.total, later.stored.ids) == (0, [])
 
 
-def test_what_has_no_room_beside_the_pages_is_left_out(tmp_path):
-    chat = spoken(tmp_path, "qwen3_5")
+def test_states_over_the_limit_are_not_saved(tmp_path):
+    chat = start_chat(tmp_path, "qwen3_5")
     file = chat.cache._file(tmp_path / "kv" / "a.kv")
     file.rows()
-    small = spoken(tmp_path / "small", "qwen3_5", saved=file.links[-1].end + 500)
+    small = start_chat(tmp_path / "small", "qwen3_5", saved=file.links[-1].end + 500)
     assert "room for" in small.cache._writer.problem
     assert (tmp_path / "small" / "kv" / "a.kv").stat().st_size < file.links[-1].end + 2000
-    _, events = resumed(small, tmp_path / "small")
+    _, events = resume(small, tmp_path / "small")
     assert events == []

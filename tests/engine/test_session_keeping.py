@@ -1,4 +1,4 @@
-"""What is written of a conversation to disk, whatever a session is asked beside answers."""
+"""What a session writes of a conversation to disk, whatever else it is asked to do."""
 
 import threading
 from dataclasses import replace
@@ -25,63 +25,63 @@ LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
 
 @pytest.fixture(scope="module")
 def model(model):
-    """With a revision: conversations of what no folder holds are not kept on disk."""
+    """With a revision: conversations of a model that no folder holds are not saved."""
     return replace(model, revision="1")
 
 
 @pytest.fixture
 def session(model, tmp_path):
-    """A session that keeps conversations in files."""
+    """A session that saves conversations."""
     opened = Session(model, Load(keeping=Keeping(2**30, 2**30, str(tmp_path))))
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Lets the writing of pages go on, which waits for it from the second one on."""
-    write, let_on = PageFile.write, threading.Event()
+def unblock(monkeypatch):
+    """Block the writing of pages from the second one on, until this is called."""
+    write, released = PageFile.write, threading.Event()
 
     def wait(file, page, *rest):
-        assert page == 0 or let_on.wait(60)
+        assert page == 0 or released.wait(60)
         write(file, page, *rest)
 
     monkeypatch.setattr(PageFile, "write", wait)
-    yield let_on.set
-    let_on.set()
+    yield released.set
+    released.set()
 
 
-def told(session: Session) -> list[int]:
-    """Let a conversation be written; the ids of its tokens."""
+def start_writing(session: Session) -> list[int]:
+    """Start writing a conversation; return the ids of its tokens."""
     list(session.answer(LONG, GREEDY, None, "one"))
     return list(session._loop.stored.ids)
 
 
-def written(session: Session, name: str = "one") -> list[int]:
-    """The ids that are on disk once nothing more is written."""
+def saved_ids(session: Session, name: str = "one") -> list[int]:
+    """The ids on disk once writing has finished."""
     session._prefix_cache._writer._thread.join(60)
     cache = session._prefix_cache
     return cache._file(cache._folder.path(name)).rows()["id"].tolist()
 
 
-def test_steps_end_no_writing_and_their_tokens_are_written_at_the_end(session, held):
-    ids = told(session)
+def test_steps_do_not_interrupt_writing(session, unblock):
+    ids = start_writing(session)
     for token in (5, 6, 7):
         session.step(token)
     assert session._prefix_cache._writer.is_writing
-    held()
-    assert written(session) == ids
+    unblock()
+    assert saved_ids(session) == ids
     file = session._prefix_cache._file(session._prefix_cache._folder.path("one"))
     session.close(60)
     assert file.rows()["id"].tolist() == [*ids, 5, 6, 7]
 
 
 @pytest.mark.parametrize("use", [lambda s: s.prefill([5, 6, 7]), lambda s: s.truncate(100)])
-def test_what_is_read_or_forgotten_is_written_at_once(session, held, use):
-    told(session)
+def test_prefill_and_truncate_are_written_at_once(session, unblock, use):
+    start_writing(session)
     use(session)
-    held()
-    assert written(session) == session._loop.stored.ids
+    unblock()
+    assert saved_ids(session) == session._loop.stored.ids
 
 
 @pytest.mark.parametrize(
@@ -94,35 +94,35 @@ def test_what_is_read_or_forgotten_is_written_at_once(session, held, use):
         lambda s: list(s.resume("two", (Turn("user", " "),))),
     ],
 )
-def test_what_is_refused_ends_no_writing(session, held, use):
-    ids = told(session)
+def test_refused_calls_do_not_interrupt_writing(session, unblock, use):
+    ids = start_writing(session)
     with pytest.raises(UsageError):
         use(session)
-    held()
-    assert written(session) == ids
+    unblock()
+    assert saved_ids(session) == ids
 
 
-def test_an_answer_that_is_never_begun_ends_no_writing(session, held):
-    ids = told(session)
+def test_unstarted_generators_do_not_interrupt_writing(session, unblock):
+    ids = start_writing(session)
     for unread in (session.answer(LONG, GREEDY), session.chat("More?"), session.rebuild(), session.resume("two", LONG)):
         del unread
-    held()
-    assert written(session) == ids
+    unblock()
+    assert saved_ids(session) == ids
 
 
-def test_what_chat_says_is_written_too(session):
-    told(session)
+def test_chat_answers_are_written_too(session):
+    start_writing(session)
     "".join(session.chat("Hello!", GREEDY))
-    assert written(session) == session._loop.stored.ids
+    assert saved_ids(session) == session._loop.stored.ids
 
 
-def test_pages_that_steps_fill_in_8_bits_meanwhile_are_written_as_they_are(session, held, model, tmp_path):
-    ids = told(session)
+def test_pages_quantized_during_writing_are_saved_as_they_are(session, unblock, model, tmp_path):
+    ids = start_writing(session)
     session.keep_pages("int8")
-    for token in range(200, 280):  # through the page that was not full, into places that it leaves
+    for token in range(200, 280):  # past the page that was not full, into places that it frees
         session.step(token)
-    held()
-    assert written(session) == ids
+    unblock()
+    assert saved_ids(session) == ids
     later = Session(model, Load(keeping=Keeping(0, 2**30, str(tmp_path))))
     answer = session.text(len(ids) - 6, len(ids))
     list(later.resume("one", (*LONG, Turn("assistant", answer))))
@@ -132,7 +132,7 @@ def test_pages_that_steps_fill_in_8_bits_meanwhile_are_written_as_they_are(sessi
 
 
 @pytest.mark.parametrize("kept_in", ["memory", "disk"])
-def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
+def test_resuming_without_turns_starts_a_new_conversation(model, tmp_path, kept_in):
     keeping = Keeping(2**30 * (kept_in == "memory"), 2**30 * (kept_in == "disk"), str(tmp_path))
     session = Session(model, entering("streaming", {"budget": 64}, keeping=keeping))
     turns = (Turn("system", "Be brief."), Turn("user", "My cat is called Biscuit. " * 30, pinned=True))
@@ -154,11 +154,11 @@ def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
     assert (session.total, session._kv.state.pins) == (len(ids), ())
 
 
-def test_a_session_closes_after_a_failure_of_its_gpu(session, monkeypatch):
+def test_session_closes_after_a_gpu_failure(session, monkeypatch):
     def fail():
         raise RuntimeError("CUDA error")
 
-    told(session)
+    start_writing(session)
     session.step(5)
     monkeypatch.setattr(session._kv.state.host, "synchronize", fail)
     session.close()
@@ -169,17 +169,17 @@ def test_a_session_closes_after_a_failure_of_its_gpu(session, monkeypatch):
 GEOMETRY = Geometry(layers=1, q_heads=1, kv_heads=1, d_k=2, d_v=2, dtype=torch.float32, page=4)
 
 
-class HeldFile(PageFile):
-    """Stops in the middle of writing its second page until it is let on."""
+class BlockedFile(PageFile):
+    """Stops in the middle of writing its second page until it is released."""
 
     def __init__(self, path) -> None:
         super().__init__(path, GEOMETRY, {})
-        self.reached, self.let_on = threading.Event(), threading.Event()
+        self.reached, self.released = threading.Event(), threading.Event()
 
     def write(self, page, *rest) -> None:
         if page == 1:
             self.reached.set()
-            assert self.let_on.wait(60)
+            assert self.released.wait(60)
         super().write(page, *rest)
 
 
@@ -189,8 +189,8 @@ def job_of(file: PageFile, layers: torch.Tensor, stored: Stored) -> Job:
     return Job(file, stored, 0, rows, lambda: Pages([False] * len(layers), [layers], []))
 
 
-def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path):
-    file, stored = HeldFile(tmp_path / "a.kv"), Stored(list(range(14)))
+def test_interrupting_does_not_wait_for_the_disk(tmp_path):
+    file, stored = BlockedFile(tmp_path / "a.kv"), Stored(list(range(14)))
     layers = torch.arange(64, dtype=torch.float32).view(4, 1, 2, 4, 2)
     before = layers.clone()
     writer = WriteBehind(SavedFolder(tmp_path, 2**30), GEOMETRY.page)
@@ -200,7 +200,7 @@ def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path
     assert stored.saved == 4
     layers.zero_()
     writer.begin([])
-    file.let_on.set()
+    file.released.set()
     writer.finish(60)
     assert file.rows()["id"].tolist() == list(range(8))
     pool = HostPool(GEOMETRY, torch.device("cpu"))
@@ -208,7 +208,7 @@ def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path
     assert torch.equal(pool.layers[0][:2], before[:2])
 
 
-def test_what_does_not_fit_is_left_out(tmp_path):
+def test_pages_over_the_limit_are_not_saved(tmp_path):
     file, stored = PageFile(tmp_path / "a.kv", GEOMETRY, {}), Stored(list(range(14)))
     writer = WriteBehind(SavedFolder(tmp_path, 4096 + 2 * file.record_bytes(False)), GEOMETRY.page)
     writer.begin([job_of(file, torch.zeros(4, 1, 2, 4, 2), stored)])
@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_left_out(tmp_path):
     assert "kv.saved_gib" in writer.problem
 
 
-def test_a_file_that_is_gone_is_written_from_its_beginning_next_time(tmp_path):
+def test_missing_file_is_rewritten_from_its_beginning(tmp_path):
     file, stored = PageFile(tmp_path / "a.kv", GEOMETRY, {}), Stored(list(range(14)), saved=8)
     writer = WriteBehind(SavedFolder(tmp_path, 2**30), GEOMETRY.page)
     job = job_of(file, torch.zeros(4, 1, 2, 4, 2), stored)

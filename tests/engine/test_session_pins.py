@@ -1,4 +1,4 @@
-"""Pinned messages of a conversation: read in every mode, through what happens to it; too many are refused."""
+"""Pinned messages: read in every mode, whatever happens to the conversation; too many are refused."""
 
 import copy
 from dataclasses import replace
@@ -14,7 +14,7 @@ from kvchat.protocol.messages import Keeping, Sampling, Turn
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 LINE = "The river runs by the old mill and nobody knows where the boats have gone. "
 FILLER = LINE * 12
-TOLD = (
+TURNS = (
     Turn("user", "Remember this: my cat is called Biscuit.", pinned=True),
     Turn("assistant", "I see."),
     Turn("user", FILLER),
@@ -30,21 +30,21 @@ MODES = {
 }
 
 
-def finished(session: Session, turns, conversation=""):
+def run_answer(session: Session, turns, conversation=""):
     return list(session.answer(turns, GREEDY, conversation=conversation))[-1]
 
 
-def assert_read(session: Session, told: str = "Biscuit") -> None:
+def assert_read(session: Session, text: str = "Biscuit") -> None:
     pins = session._kv.state.pins
-    assert told in "".join(session.text(at, at + 1) for at in pins)
+    assert text in "".join(session.text(at, at + 1) for at in pins)
     for layer in range(session.model.layers):
         assert bool(session.attended(layer)[:, torch.tensor(pins)].all()), layer
 
 
-def test_a_pinned_message_is_read_in_every_mode_whatever_happens(bundled, tmp_path):
+def test_pinned_messages_are_read_in_every_mode(bundled, tmp_path):
     keeping = Keeping(saved_bytes=2**30, folder=str(tmp_path))
     session = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
-    finished(session, TOLD, "one")
+    run_answer(session, TURNS, "one")
     assert_read(session)
     assert "P" in session.snapshot().ribbon
     assert session.snapshot().extras["pinned"].startswith(f"{len(session._kv.state.pins)} tok")
@@ -59,34 +59,34 @@ def test_a_pinned_message_is_read_in_every_mode_whatever_happens(bundled, tmp_pa
     session.step(5)
     assert_read(session)
     pins = session._kv.state.pins
-    finished(session, TOLD, "one")  # answered again
+    run_answer(session, TURNS, "one")  # answered again
     assert session._kv.state.pins == pins
     session.close()
     again = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
-    list(again.resume("one", TOLD))
+    list(again.resume("one", TURNS))
     assert again._kv.state.pins == pins
     again.step(5)
     assert_read(again)
-    list(again.resume("one", tuple(replace(turn, pinned=False) for turn in TOLD)))
+    list(again.resume("one", tuple(replace(turn, pinned=False) for turn in TURNS)))
     assert again._kv.state.pins == ()
     again.step(5)
     assert not bool(again.attended(0)[:, torch.tensor(pins[4:])].any())
     again.close()
 
 
-def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(bundled, tmp_path):
+def test_pinned_system_prompt_is_read_after_resuming(bundled, tmp_path):
     keeping = Keeping(parked_bytes=2**30, saved_bytes=2**30, folder=str(tmp_path))
-    told = (Turn("system", "You are a sailor. " * 12), *(replace(turn, pinned=False) for turn in TOLD))
+    turns = (Turn("system", "You are a sailor. " * 12), *(replace(turn, pinned=False) for turn in TURNS))
     params = {"budget": 64, "pin_system": True}
     session = Session(bundled, entering("streaming", params, keeping=keeping))
-    finished(session, told, "one")
+    run_answer(session, turns, "one")
     pinned = session._kv.mode.pinned
     assert pinned > 60
-    finished(session, (Turn("system", "Be brief."), Turn("user", "Hello")), "two")
+    run_answer(session, (Turn("system", "Be brief."), Turn("user", "Hello")), "two")
     assert session._kv.mode.pinned < pinned
     again = Session(bundled, entering("streaming", params, keeping=keeping))
     for each in (session, again):
-        list(each.resume("one", told))
+        list(each.resume("one", turns))
         assert each._kv.mode.pinned == pinned
         assert "P" in each.snapshot().ribbon
         each.step(5)
@@ -94,9 +94,9 @@ def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(
         each.close()
 
 
-def test_a_pinned_system_prompt_of_less_than_half_a_cell_is_marked_in_the_ribbon(model):
+def test_short_pinned_system_prompt_is_marked_in_the_ribbon(model):
     session = Session(model, entering("streaming", {"budget": 64, "pin_system": True}))
-    finished(session, (Turn("system", "Be brief."), Turn("user", "Hello")))
+    run_answer(session, (Turn("system", "Be brief."), Turn("user", "Hello")))
     snapshot = session.snapshot()
     assert 0 < session._kv.mode.pinned < snapshot.cell_tokens // 2
     assert snapshot.ribbon.startswith("P")
@@ -107,20 +107,20 @@ def test_a_pinned_system_prompt_of_less_than_half_a_cell_is_marked_in_the_ribbon
     ("system", "pinned", "numbers"),
     [(28, 0, "the system prompt 4.."), (13, 13, "the system prompt 2.. and the pinned messages 2..")],
 )
-def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, numbers):
+def test_system_prompt_and_pinned_messages_share_one_limit(model, system, pinned, numbers):
     session = Session(replace(model, context=500), entering("streaming", {"budget": 64, "pin_system": True}))
     turns = (Turn("system", LINE * system), Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned)))
     with pytest.raises(TooMuchPinnedError, match=rf"{numbers}. Of the 500 .* 250"):
-        finished(session, turns)
+        run_answer(session, turns)
     assert session.total == 0
     session.switch(pin_system=False)
-    finished(session, turns)
+    run_answer(session, turns)
     total = session.total
     with pytest.raises(TooMuchPinnedError, match=numbers):
         session.switch(pin_system=True)
     assert session.total == total
     assert not session._kv.mode.pinned
-    finished(session, (Turn("user", f"Hello. {LINE * 13}", pinned=True),))
+    run_answer(session, (Turn("user", f"Hello. {LINE * 13}", pinned=True),))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, n
 )
 def test_streaming_never_reads_more_than_the_context(model, budget, pinned, effective):
     session = Session(replace(model, context=500), entering("streaming", {"budget": budget}))
-    told = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
-    finished(session, (told, Turn("assistant", "Yes."), Turn("user", LINE * (23 - pinned))))
+    first = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
+    run_answer(session, (first, Turn("assistant", "Yes."), Turn("user", LINE * (23 - pinned))))
     assert session.snapshot().params["budget"] in effective
     most = 0
     for token in range(3, 153):
@@ -140,32 +140,32 @@ def test_streaming_never_reads_more_than_the_context(model, budget, pinned, effe
     assert most > 400 or budget == 64
 
 
-def test_a_prompt_beyond_the_context_reads_what_is_pinned(model):
+def test_prompt_beyond_the_context_reads_pinned_messages(model):
     small, read = replace(model, context=500), []
     story = tuple(turn for i in range(20) for turn in (Turn("user", f"{LINE * 2}{i}"), Turn("assistant", f"ok {i}")))
     for is_pinned in (True, False):
         session = Session(small, entering("streaming", {"budget": 96}))
-        told = (Turn("user", f"My cat is called Biscuit. {LINE}", pinned=is_pinned), Turn("assistant", "I see."))
-        finished(session, (*told, *story, Turn("user", "What is my cat called?")))
+        first = (Turn("user", f"My cat is called Biscuit. {LINE}", pinned=is_pinned), Turn("assistant", "I see."))
+        run_answer(session, (*first, *story, Turn("user", "What is my cat called?")))
         keys, _ = session._kv.state.host.dense(model.layers - 1, session.total)
         read.append(keys[:, 500:800].clone())
         session.close()
     assert float((read[0] - read[1]).abs().amax()) > 0.01
 
 
-def test_a_pinned_system_prompt_is_read_where_the_template_writes_it_with_the_last_question(model):
+def test_pinned_system_prompt_is_found_in_the_last_question(model):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages[1:] %}{{ '<|' + m.role + '|>' }}{% if loop.last %}{{ messages[0].content }}{% endif %}"
         "{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
     )
     session = Session(replace(model, tokenizer=tokenizer), entering("streaming", {"budget": 64, "pin_system": True}))
-    plain = tuple(replace(turn, pinned=False) for turn in TOLD)
-    told = (Turn("system", "You are a sailor. " * 12), *plain[:-1], Turn("user", FILLER))
-    finished(session, told)
+    plain = tuple(replace(turn, pinned=False) for turn in TURNS)
+    turns = (Turn("system", "You are a sailor. " * 12), *plain[:-1], Turn("user", FILLER))
+    run_answer(session, turns)
     assert_read(session, "You are a sailor. You are a sailor.")
     assert min(session._kv.state.pins) > 64
     assert session.snapshot().params["pin_system"]
     session.switch("streaming", pin_system=False)
-    finished(session, told)
+    run_answer(session, turns)
     assert session._kv.state.pins == ()

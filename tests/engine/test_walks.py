@@ -1,4 +1,4 @@
-"""How many files a reader passes: of a token, of a switch down to its copies, of a setting down to its mode."""
+"""How many files a reader follows: for a token, for a switch down to its copies, for a setting down to its mode."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ MODES = {
     "sync": {"budget": 128},
     "speculative": {"budget": 128},
 }
-SETTING = "0.8125"  # a tau that nothing else has
+SETTING = "0.8125"  # a tau that nothing else uses
 PARK = "One day a girl went to the park with her dog. "
 LONG = (Turn("user", PARK * 20),)
 STORY = (*LONG, Turn("assistant", "Nice."), Turn("user", "Tell me a story about a dragon."))
@@ -38,12 +38,12 @@ STORY = (*LONG, Turn("assistant", "Nice."), Turn("user", "Tell me a story about 
 
 @cache
 def file_of(code_filename: str) -> str:
-    """A file of kvchat by its path in the package; "" for any other."""
+    """The path of a kvchat file in the package; "" for any other file."""
     file = Path(code_filename)
     return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else ""
 
 
-def files_on_the_way(frame: FrameType | None) -> tuple[str, ...]:
+def files_on_stack(frame: FrameType | None) -> tuple[str, ...]:
     """The files of kvchat on a call stack, outermost first."""
     found = []
     while frame:
@@ -54,26 +54,26 @@ def files_on_the_way(frame: FrameType | None) -> tuple[str, ...]:
 
 @contextmanager
 def files_entered(counts: Callable[[FrameType], bool] = lambda frame: True) -> Iterator[set[str]]:
-    """The files of kvchat of which a function that ``counts`` is called or goes on inside the block."""
+    """The files of kvchat in which a function that ``counts`` is called or resumed inside the block."""
     found = set()
 
-    def look(frame, event, _argument):
+    def trace(frame, event, _argument):
         if event == "call" and (file := file_of(frame.f_code.co_filename)) and counts(frame):
             found.add(file)
 
-    sys.setprofile(look)
+    sys.setprofile(trace)
     try:
         yield found
     finally:
         sys.setprofile(None)
 
 
-def recorded(monkeypatch, owner, name):
-    """The walks to each call of ``owner.name`` from now on."""
+def record_walks(monkeypatch, owner, name):
+    """The files on the way to each call of ``owner.name`` from now on."""
     walks, original = set(), getattr(owner, name)
 
     def call(*args, **kwargs):
-        walks.add(files_on_the_way(sys._getframe(1)))
+        walks.add(files_on_stack(sys._getframe(1)))
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
@@ -81,9 +81,9 @@ def recorded(monkeypatch, owner, name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_token_enters_few_files(model, mode, monkeypatch):
-    """Of an ordinary token: what every one of twelve enters. Pages that get full and looks by the clock are more."""
-    monkeypatch.setattr(rows, "SAMPLE_S", float("inf"))  # a trace makes every token slow enough for one
+def test_token_enters_few_files(model, mode, monkeypatch):
+    """An ordinary token enters the files that all of twelve enter; full pages and timed samples enter more."""
+    monkeypatch.setattr(rows, "SAMPLE_S", float("inf"))  # tracing makes every token slow enough for one
     answer = Session(model, entering(mode, MODES[mode])).answer(STORY, Sampling(temperature=1, seed=5))
     next(event for event in answer if isinstance(event, Text))
     tokens = []
@@ -97,10 +97,10 @@ def test_a_token_enters_few_files(model, mode, monkeypatch):
     assert len(set.union(*tokens) - ordinary) <= 4, sorted(set.union(*tokens) - ordinary)
 
 
-def test_a_switch_passes_few_files_down_to_the_copies(model, monkeypatch):
+def test_switch_passes_few_files_down_to_its_copies(model, monkeypatch):
     session = Session(model)
     list(session.answer(LONG, Sampling(temperature=0, max_new_tokens=2)))
-    walks = recorded(monkeypatch, session._kv.state.transfer, "load_table")
+    walks = record_walks(monkeypatch, session._kv.state.transfer, "load_table")
     session.switch("streaming", budget=64)
     assert walks
     for walk in walks:
@@ -120,7 +120,7 @@ def holds(thing: object) -> bool:
     return thing == float(SETTING) if isinstance(thing, float) else False
 
 
-def test_a_setting_passes_few_files_down_to_its_mode(model, monkeypatch):
+def test_setting_passes_few_files_down_to_its_mode(model, monkeypatch):
     monkeypatch.setattr(sessions, "load_model", lambda *args, **kwargs: model)
     with files_entered(lambda frame: any(map(holds, frame.f_locals.values()))) as files:
         settings = profile.load_settings(options.flags({"mode": "speculative", "param": [f"tau={SETTING}"]})).settings
