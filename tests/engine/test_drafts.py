@@ -1,4 +1,4 @@
-"""Drafts of prompt lookup: the same tokens and K/V as without, whatever is drafted and wherever an answer ends."""
+"""Drafts: the same tokens and K/V as without, whatever is drafted and wherever an answer ends."""
 
 import os
 import random
@@ -31,7 +31,7 @@ DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_pe
 
 @pytest.fixture
 def drafted(monkeypatch):
-    """Sets the tokens that are drafted at every token: a few of these, where they go on as given, and wrong ones."""
+    """Set the text to draft from: at every token, a few of the tokens that follow in it, and wrong ones."""
 
     def set_answer(ids):
         def draft(self, token, most, ends, guess):
@@ -49,36 +49,36 @@ def drafted(monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """Sessions that have answered without drafts, by how they drew; they are looked at only."""
+    """Sessions that answered without drafts, by sampling; tests only read them."""
 
     @cache
     def plain(sampling=GREEDY):
-        session = opened(model, "off")
-        return session, answered(session, sampling)
+        session = open_session(model, "off")
+        return session, run_answer(session, sampling)
 
     return plain
 
 
 @pytest.fixture
 def guessing(monkeypatch):
-    """Lets a window of 24 tokens guess five at a time, whatever it takes."""
+    """Let a window of 24 tokens draft five at a time, however long that takes."""
     monkeypatch.setattr(full, "RECENT", 24)
     monkeypatch.setattr(drafting, "RECENT", 24)
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)
 
 
-def opened(model, draft="lookup", **changes):
+def open_session(model, draft="lookup", **changes):
     return Session(model, entering("full", {"draft": draft}, **changes))
 
 
-def answered(session, sampling=GREEDY, between=None, turns=TURNS):
+def run_answer(session, sampling=GREEDY, between=None, turns=TURNS):
     *_, finished = session.answer(turns, sampling, between)
     assert isinstance(finished, Finished)
     return finished
 
 
 def assert_same_kv(one, other, within=1e-5):
-    """``within`` is of the largest number of a layer's keys, or values."""
+    """``within`` is a share of the largest number in a layer's keys or values."""
     assert one._loop.stored.ids == other._loop.stored.ids
     assert one.total == other.total == len(one._loop.stored.ids)
     check_integrity(one._kv.state)
@@ -87,9 +87,9 @@ def assert_same_kv(one, other, within=1e-5):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_an_answer_is_the_one_without_drafts_token_by_token_in_few_forwards(model, drafted, sampling):
-    with_drafts, without = opened(model), opened(model, "off")
-    its = answered(without, sampling)
+def test_drafts_give_the_same_answer_in_fewer_forwards(model, drafted, sampling):
+    with_drafts, without = open_session(model), open_session(model, "off")
+    its = run_answer(without, sampling)
     drafted(without.token_ids)
     forwards, step = [], with_drafts._runner.step
     with_drafts._runner.step = lambda token: forwards.append(token) or step(token)
@@ -107,85 +107,85 @@ def test_an_answer_is_the_one_without_drafts_token_by_token_in_few_forwards(mode
     assert mine.stats.read_share == pytest.approx(1)
     assert_same_kv(with_drafts, without)
     prompts = [each._kv.state.prompt for each in (with_drafts, without)]
-    assert prompts[0].span == prompts[1].span, "drafts are no part of it"
+    assert prompts[0].span == prompts[1].span, "drafts are not part of it"
     assert torch.equal(prompts[0].rows, prompts[1].rows)
     again = (*TURNS, Turn("assistant", mine.text), Turn("user", "And then?"))
-    assert answered(with_drafts, sampling, turns=again).text == answered(without, sampling, turns=again).text
+    assert run_answer(with_drafts, sampling, turns=again).text == run_answer(without, sampling, turns=again).text
 
 
-def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted, plain):
+def test_stop_string_inside_a_round_drops_what_follows(model, drafted, plain):
     first, whole = plain()
     drafted(first.token_ids)
     stop = whole.text[len(whole.text) // 2 :][:6]
     sampling = Sampling(temperature=0, max_new_tokens=120, stop=(stop,))
-    with_drafts, (without, its) = opened(model), plain(sampling)
-    assert answered(with_drafts, sampling).reason == its.reason == "stop"
+    with_drafts, (without, its) = open_session(model), plain(sampling)
+    assert run_answer(with_drafts, sampling).reason == its.reason == "stop"
     assert with_drafts.token_ids == without.token_ids
     assert_same_kv(with_drafts, without)
 
 
-def test_an_answer_is_as_long_as_asked_for_and_ends_with_the_context(model, drafted):
-    session = opened(model)
+def test_answers_end_at_the_token_limit_and_the_context(model, drafted):
+    session = open_session(model)
     for tokens in (1, 2, 3, 5, 9):
-        answered(session, Sampling(temperature=0, max_new_tokens=tokens))
+        run_answer(session, Sampling(temperature=0, max_new_tokens=tokens))
         assert len(session.token_ids) == tokens
     turns, model = (Turn("user", "One two three four. " * 100),), replace(model, context=600)
-    session = opened(model)
-    assert answered(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
+    session = open_session(model)
+    assert run_answer(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
     assert session.total == model.context
 
 
-def test_a_stop_and_a_switch_come_between_rounds(model, drafted, plain):
-    session, told = opened(model), []
+def test_cancel_and_mode_switch_happen_between_rounds(model, drafted, plain):
+    session, calls = open_session(model), []
 
     def between(generated):
-        told.append(generated)
-        if len(told) == 5:
+        calls.append(generated)
+        if len(calls) == 5:
             session.switch("streaming", budget=128)
-        if len(told) == 12:
+        if len(calls) == 12:
             session.switch("full")
-        if len(told) == 16:
+        if len(calls) == 16:
             session.cancel()
 
-    assert answered(session, between=between).reason == "stopped"
+    assert run_answer(session, between=between).reason == "stopped"
     assert session.total == len(session._loop.stored.ids)
     check_integrity(session._kv.state)
     assert session._kv.mode.drafter is not None
-    assert session.token_ids[: told[4]] == plain()[0].token_ids[: told[4]]
+    assert session.token_ids[: calls[4]] == plain()[0].token_ids[: calls[4]]
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_after_a_round_the_last_queries_are_those_of_the_last_token(model, drafted, plain, stops):
-    """By them another mode chooses what it reads first."""
+def test_queries_after_a_round_are_of_the_last_token(model, drafted, plain, stops):
+    """Another mode selects with them what it reads first."""
     without, whole = plain()
     drafted(without.token_ids)
     sampling = Sampling(temperature=0, max_new_tokens=60, stop=(whole.text[60:66],) if stops else ())
 
     def queries(session):
         seen = {}
-        answered(session, sampling, lambda generated: seen.update({generated: session._kv.state.query.clone()}))
+        run_answer(session, sampling, lambda generated: seen.update({generated: session._kv.state.query.clone()}))
         return seen | {-1: session._kv.state.query.clone()}
 
-    session, expected = opened(model), queries(opened(model, "off"))
+    session, expected = open_session(model), queries(open_session(model, "off"))
     for generated, query in queries(session).items():
         assert (query - expected[generated]).abs().max() < 1e-3
     assert session._kv.mode.drafter.accepted < session._kv.mode.drafter.drafted
 
 
-def test_pages_in_8_bits_are_rounded_once(model, drafted):
-    with_drafts, without = (opened(model, draft, host_dtype="int8") for draft in ("lookup", "off"))
-    answered(with_drafts)
-    answered(without)
+def test_8_bit_pages_are_quantized_once(model, drafted):
+    with_drafts, without = (open_session(model, draft, host_dtype="int8") for draft in ("lookup", "off"))
+    run_answer(with_drafts)
+    run_answer(without)
     assert with_drafts.token_ids == without.token_ids
     assert with_drafts._kv.state.host.quantized == without._kv.state.host.quantized
     assert not with_drafts._kv.state.host.dequantized
-    assert_same_kv(with_drafts, without, within=0.1)  # a step of a code
+    assert_same_kv(with_drafts, without, within=0.1)  # one quantization step
 
 
 FAULTS = [EngineError("It fails here.", "", ""), MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")]
 
 
-# The faults and both ways to sample take turns at the places: one clause has all faults.
+# The faults and both ways to sample alternate over the places: one except clause catches all faults.
 PLACES_OF_A_ROUND = [
     *(("lookup", place, 4) for place in ("verify", "forward_chunk", "agrees", "forget", "end_at")),
     ("window", "_step", 9),  # inside the second round's guesses
@@ -195,10 +195,10 @@ FAILING = [pytest.param(*at, FAULTS[i % 3], (GREEDY, DRAWN)[i % 2], id=at[1]) fo
 
 @pytest.mark.usefixtures("guessing")
 @pytest.mark.parametrize(("draft", "place", "call", "fault", "sampling"), FAILING)
-def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(
+def test_failed_round_disables_drafts_and_the_answer_continues(
     model, drafted, plain, monkeypatch, draft, place, call, fault, sampling
 ):
-    session, sampling = opened(model, draft), replace(sampling, max_new_tokens=40)
+    session, sampling = open_session(model, draft), replace(sampling, max_new_tokens=40)
     without, expected = plain(sampling)
     drafted(without.token_ids)
     owner = {"agrees": Sampler, "forget": session._loop}.get(place, session._runner)
@@ -219,13 +219,13 @@ def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(
     assert draft == "window" or session._kv.mode.drafter.rounds in (2, 3)
     assert_same_kv(session, without)
     session.switch("full")
-    answered(session, replace(sampling, max_new_tokens=12))
+    run_answer(session, replace(sampling, max_new_tokens=12))
     assert session._kv.mode.drafter.rounds
 
 
-def test_what_a_window_guesses_over_pages_in_8_bits_changes_nothing(bundled, guessing):
-    with_drafts, without = (opened(bundled, draft, host_dtype="int8") for draft in ("window", "off"))
-    mine, _ = answered(with_drafts), answered(without)
+def test_window_drafts_over_8_bit_pages_change_nothing(bundled, guessing):
+    with_drafts, without = (open_session(bundled, draft, host_dtype="int8") for draft in ("window", "off"))
+    mine, _ = run_answer(with_drafts), run_answer(without)
     assert with_drafts.token_ids == without.token_ids
     drafter = with_drafts._kv.mode.drafter
     assert 0.2 * drafter.drafted < drafter.accepted < drafter.drafted
@@ -235,20 +235,20 @@ def test_what_a_window_guesses_over_pages_in_8_bits_changes_nothing(bundled, gue
     assert_same_kv(with_drafts, without, within=0.2)
 
 
-def test_in_auto_too_drafts_begin_again_where_they_are_asked_for_again(model, guessing):
-    asked = Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12)
-    session = Session(model, asked)
+def test_failed_drafts_resume_in_auto_when_requested(model, guessing):
+    load = Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12)
+    session = Session(model, load)
     list(session.answer(TURNS, Sampling(max_new_tokens=4)))
     session._kv.mode.drafter.failed = True
     list(session.answer(TURNS, Sampling(max_new_tokens=4)))
-    assert session._kv.mode.drafts_failed, "nobody asked"
+    assert session._kv.mode.drafts_failed, "not requested"
     session.switch("", draft="window")
     assert session._kv.mode.drafter
     assert not session._kv.mode.drafts_failed
 
 
-def test_a_guess_is_forgotten_where_memory_stays_short(model, guessing, plain):
-    session, (without, expected) = opened(model, "window"), plain()
+def test_guesses_are_dropped_while_memory_is_short(model, guessing, plain):
+    session, (without, expected) = open_session(model, "window"), plain()
     step, calls = session._runner._step, []
     with ExitStack() as stack:
 
@@ -260,18 +260,18 @@ def test_a_guess_is_forgotten_where_memory_stays_short(model, guessing, plain):
 
         session._runner._step = run_out
         with pytest.raises(DoesNotFitError):
-            answered(session)
+            run_answer(session)
     assert session.total == len(session._loop.stored.ids)
-    assert answered(session).text == expected.text
+    assert run_answer(session).text == expected.text
     assert_same_kv(session, without)
 
 
-def test_an_answer_closed_inside_a_round_leaves_what_was_shown(model, drafted, plain):
+def test_answer_closed_inside_a_round_keeps_shown_tokens(model, drafted, plain):
     without, expected = plain()
     drafted(without.token_ids)
     inside = 0
     for events in range(4, 24, 2):
-        session = opened(model)
+        session = open_session(model)
         answer = session.answer(TURNS, GREEDY)
         for _ in range(events):
             next(answer)
@@ -283,7 +283,7 @@ def test_an_answer_closed_inside_a_round_leaves_what_was_shown(model, drafted, p
         assert session.total == len(stored)
         check_integrity(session._kv.state)
     assert inside > 2
-    assert answered(session).text == expected.text
+    assert run_answer(session).text == expected.text
     assert_same_kv(session, without)
 
 
@@ -291,13 +291,13 @@ TRACED = ("answer.py", "drafting.py", "runner.py", "sampler.py", "manager.py", "
 
 
 class LineFails:
-    """Raises at one of the lines that run inside a round: the ``place``-th of those in ``TRACED``."""
+    """Raises at the ``place``-th line in ``TRACED`` that runs inside a round."""
 
     def __init__(self, place: int) -> None:
         self.place, self.count = place, 0
 
     def round(self, advance, *args):
-        """One round, with each line of it counted."""
+        """Run one round and count its lines."""
         sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename.endswith(TRACED) else None)
         try:
             return (yield from advance(*args))
@@ -313,13 +313,13 @@ class LineFails:
 
 
 @pytest.mark.parametrize("draft", ["lookup", "window", "auto"])
-def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, plain, draft, count):
+def test_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, plain, draft, count):
     short = Sampling(temperature=0, max_new_tokens=24)
     without, expected = plain(short)
     drafted(without.token_ids)
 
     def fails_at(place, call):
-        session, fault, calls, rounds = opened(model, draft), LineFails(place), [], []
+        session, fault, calls, rounds = open_session(model, draft), LineFails(place), [], []
         advance, drafter = session._loop._advance, session._kv.mode.drafter
 
         def traced(*args):
@@ -333,7 +333,7 @@ def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, 
         session._loop._advance = traced
         raised = None
         try:
-            answered(session, short)
+            run_answer(session, short)
         except KvchatError as error:
             raised = error
         session._loop._advance = advance
@@ -353,12 +353,12 @@ def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, 
         check_integrity(session._kv.state)
         if raised is None:
             assert session._loop.stored.ids == without._loop.stored.ids, place
-        assert answered(session, short).text == expected.text, place
+        assert run_answer(session, short).text == expected.text, place
         assert_same_kv(session, without)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
+def test_sampler_accepts_drafts_it_would_draw_itself(sampling):
     rows = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     one, other = (Sampler(sampling, 50, "cpu") for _ in range(2))
     drawn = [int(one(row)) for row in rows]
@@ -366,19 +366,19 @@ def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
     assert [int(other(row)) for row in rows[3:]] == drawn[3:]
 
 
-def test_auto_is_entered_live_and_answers_as_without(model, guessing, plain):
-    session, (without, _) = opened(model, "off"), plain()
-    answered(session, between=lambda generated: session.switch("full", draft="auto") if generated == 9 else None)
+def test_automatic_drafts_may_begin_mid_answer(model, guessing, plain):
+    session, (without, _) = open_session(model, "off"), plain()
+    run_answer(session, between=lambda generated: session.switch("full", draft="auto") if generated == 9 else None)
     assert session.token_ids == without.token_ids
     assert session._kv.mode.drafter.accepted > 0
     assert_same_kv(session, without)
 
 
-def test_tokens_after_drafts_are_distributed_as_drawn_ones(bundled):
-    """Chi-square of 4,000 continuations, at a temperature where the bundled model is not sure."""
+def test_draft_verification_keeps_the_token_distribution(bundled):
+    """Chi-square of 4,000 continuations, at a temperature where the bundled model is uncertain."""
     turns = [{"role": "user", "content": "What do you think of the sea?"}]
     ids = bundled.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-    *_, (_, row) = opened(bundled)._runner.prefill(ids["input_ids"])
+    *_, (_, row) = open_session(bundled)._runner.prefill(ids["input_ids"])
     sampler = Sampler(Sampling(seed=5, temperature=3.0, top_p=0.9, top_k=30), len(row), "cpu")
     weights, tokens = sampler.weights(row - row.max())
     chances = torch.zeros(len(row), dtype=torch.float64)
@@ -399,20 +399,20 @@ def test_tokens_after_drafts_are_distributed_as_drawn_ones(bundled):
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_a_comparison_and_a_mode_that_recovers_decode_token_by_token(model, drafted):
-    session = opened(model)
+def test_comparisons_and_recovery_decode_without_drafts(model, drafted):
+    session = open_session(model)
     *_, compared = session.compare(TURNS, [Variant("full")], GREEDY)
     assert not compared.runs[0].params.keys() & {"draft", "recovery"}
     assert session._kv.mode.drafter.rounds == 0
     session.switch("full", recovery=True)
-    answered(session)
+    run_answer(session)
     assert session._kv.mode.drafter.rounds == 0
     for params in ({"draft": "window"}, {"recovery": True}):
         with pytest.raises(UsageError, match=next(iter(params))):
             list(session.compare(TURNS, [Variant("full"), Variant("full", params)], GREEDY))
 
 
-# Prompts, of 500 tokens each; in the short form one, of no real model, and drawn only.
+# Prompts, answered with 500 tokens each; the short form has one, sampled, for the bundled model only.
 LONG = float(os.environ.get("KVCHAT_TEST_DRAFTS", "0"))
 UNPACKED = Load(str(FILES.get("smollm2")), "cpu", dtype="float32", quantize="none")
 SUBJECTS = "sea fox king tree boat moon cat hill river house storm bread horse garden clock letter door bear road mouse"
@@ -431,21 +431,21 @@ REAL = pytest.mark.real_model("smollm2")
     ],
     ids=lambda it: it if isinstance(it, str) else f"{it.temperature:g}",
 )
-def test_answers_to_many_prompts_are_those_without_drafts(bundled, name, sampling, monkeypatch, count):
-    """Over a book, so that there is what to look up and what a window does not see; no token ends an answer."""
-    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)  # also where it does not pay
+def test_answers_to_many_prompts_match_those_without_drafts(bundled, name, sampling, monkeypatch, count):
+    """About a book, so that lookup finds text and a window misses some; no token ends an answer."""
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)  # even if it does not pay
     loaded = replace(bundled if name == "bundled" else load_model(UNPACKED, lambda *_: None), eos_ids=frozenset())
     session, books = Session(loaded, entering("full", {})), passages((), 560, loaded.tokenizer)
     session._loop.encoder.turn_end = frozenset()
     prompts, tokens = (int(LONG), 500) if LONG else (1, 40)
     for subject, book in zip(SUBJECTS.split()[:prompts], cycle(books)):
-        told = loaded.tokenizer.decode(book.ids, skip_special_tokens=True)
-        turns = (Turn("user", f"{told}\n\nTell me a long story about the {subject}."),)
+        text = loaded.tokenizer.decode(book.ids, skip_special_tokens=True)
+        turns = (Turn("user", f"{text}\n\nTell me a long story about the {subject}."),)
         answers, stored = {}, {}
-        session.truncate(0)  # of one prompt what is stored serves all four
+        session.truncate(0)  # the stored prompt serves all four answers
         for draft in ("off", "lookup", "window", "auto"):
             session.switch("full", draft=draft)
-            answered(session, replace(sampling, max_new_tokens=tokens), turns=turns)
+            run_answer(session, replace(sampling, max_new_tokens=tokens), turns=turns)
             answers[draft] = session.token_ids
             stored[draft] = stored_kv(session._kv.state)
             assert answers[draft] == answers["off"], (subject, draft)
