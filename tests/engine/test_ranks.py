@@ -1,4 +1,4 @@
-"""The bundled model's heads in two processes on the CPU: what one process computes, and all of them end together."""
+"""The bundled model's heads split over two processes on the CPU: they compute what one computes, and end together."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ from kvchat.protocol.messages import (
     Variant,
 )
 
-pytestmark = pytest.mark.slow("processes that load a model each")
+pytestmark = pytest.mark.slow("processes that each load a model")
 TALE = (Turn("user", "Tell me a long story about a whale, a lighthouse and two brothers. " * 12),)
 GREEDY = Sampling(temperature=0, max_new_tokens=40)
 ASKED = Load("bundled", "cpu", "float32", gpus=2, split="heads")
@@ -56,8 +56,8 @@ TOKENS, COST = 150, 8  # of a step, in steps of a tiny model
 IDS = torch.randint(10, 500, (TOKENS + 40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def is_there(pid: int) -> bool:
-    """The process runs; one that ended and was not waited for does not."""
+def is_running(pid: int) -> bool:
+    """True if the process runs; a zombie does not."""
     status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return status.strip()[:1] not in ("", "Z")
 
@@ -79,17 +79,17 @@ def two():
     pids = [each.pid for each in session._followers._processes]
     yield session
     session.close()
-    assert not any(map(is_there, pids))
+    assert not any(map(is_running, pids))
 
 
-def answered(session: Session, sampling: Sampling = GREEDY, **options: object) -> Finished:
+def run_answer(session: Session, sampling: Sampling = GREEDY, **options: object) -> Finished:
     *_, finished = session.answer(TALE, sampling, **options)  # type: ignore[arg-type]
     assert isinstance(finished, Finished)
     return finished
 
 
-def test_a_load_that_fails_leaves_no_rank_behind(monkeypatch):
-    """Comes first: a process leads one group of ranks at a time."""
+def test_failed_load_leaves_no_rank_running(monkeypatch):
+    """Must come first: a process leads one group of ranks at a time."""
     pids: list[int] = []
     begin = Followers.meet
 
@@ -106,13 +106,13 @@ def test_a_load_that_fails_leaves_no_rank_behind(monkeypatch):
     with pytest.raises(ModelError, match="It cannot be read"):
         open_session(ASKED)
     assert len(pids) == 1
-    assert not is_there(pids[0])
+    assert not is_running(pids[0])
 
 
-# ---- what they compute
+# ---- what the ranks compute
 
 
-def test_each_has_half_of_the_heads(one, two):
+def test_each_rank_has_half_of_the_heads(one, two):
     assert (two.info.kv_heads, two.info.layers) == (one.info.kv_heads // 2, one.info.layers)
     assert two.info.parameters == one.info.parameters
     assert two.snapshot().weight_bytes < 0.8 * one.snapshot().weight_bytes
@@ -120,8 +120,8 @@ def test_each_has_half_of_the_heads(one, two):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_logits_and_what_is_read_are_those_of_one_process(one, two, mode):
-    """In speculative mode but for tokens whose key is on the edge between two codes, see below."""
+def test_logits_and_read_tokens_match_one_process(one, two, mode):
+    """Except, in speculative mode, tokens whose key is on the edge between two codes; see below."""
     ids = one.tokenize(TALE)
     assert two.tokenize(TALE) == ids
     for session in (one, two):
@@ -136,8 +136,8 @@ def test_logits_and_what_is_read_are_those_of_one_process(one, two, mode):
             assert (read != theirs).sum() <= (0 if mode != "speculative" else 4)
 
 
-def test_modes_are_switched_in_an_answer(one, two):
-    def said(session):
+def test_modes_may_be_switched_mid_answer(one, two):
+    def transcript(session):
         session.switch("full")
         session.truncate(0)
         order, entered = {8: "streaming", 16: "speculative", 24: "full", 32: "streaming"}, []
@@ -148,26 +148,26 @@ def test_modes_are_switched_in_an_answer(one, two):
                 assert isinstance(switched, Switched)
                 entered.append(switched.mode)
 
-        return answered(session, between=between).text, entered
+        return run_answer(session, between=between).text, entered
 
-    assert said(two) == said(one)
+    assert transcript(two) == transcript(one)
 
 
 @pytest.mark.parametrize("draft", ["lookup", "window"])
-def test_drafts_are_verified_together(one, two, draft):
+def test_drafts_give_the_same_answer_on_two_ranks(one, two, draft):
     for session in (one, two):
         session.truncate(0)
         session.switch("full", draft=draft)
-    assert answered(two).text == answered(one).text
+    assert run_answer(two).text == run_answer(one).text
     for session in (one, two):
         session.switch("full", draft="off")
 
 
-def test_a_stopped_answer_a_pin_and_a_comparison_leave_all_ranks_alike(one, two):
-    def said(session):
+def test_stop_pin_and_comparison_match_one_process(one, two):
+    def transcript(session):
         session.truncate(0)
         session.switch("streaming", budget=96)
-        stopped = answered(session, between=lambda generated: session.cancel() if generated == 5 else None)
+        stopped = run_answer(session, between=lambda generated: session.cancel() if generated == 5 else None)
         turns = (Turn("user", TALE[0].content, pinned=True), Turn("assistant", stopped.text), Turn("user", "Go on."))
         *_, pinned = session.answer(turns, GREEDY)
         total = session.total
@@ -178,36 +178,36 @@ def test_a_stopped_answer_a_pin_and_a_comparison_leave_all_ranks_alike(one, two)
         *_, last = session.answer((*turns, Turn("assistant", pinned.text), Turn("user", "And then?")), GREEDY)
         return [stopped.reason, stopped.text, pinned.text, [run.text for run in compared.runs], last.text]
 
-    assert said(two) == said(one)
+    assert transcript(two) == transcript(one)
 
 
-def test_modes_that_choose_for_all_heads_are_refused_and_the_old_one_goes_on(two):
+def test_modes_that_select_across_heads_are_refused(two):
     two.switch("full")
     for mode, params in [("freeze", {}), ("sync", {}), ("speculative", {"unit": "page"}), ("h2o", {})]:
         with pytest.raises(UsageError, match="2 of them"):
             two.switch(mode, **params)
     assert two.info.mode == "full"
     assert {price.mode for price in two.prices() if price.refusal} == {"freeze", "sync"}
-    assert answered(two).text
+    assert run_answer(two).text
 
 
-def told(session: Session, name: str, *given: object) -> str:
-    """What the follower refuses."""
+def send_order(session: Session, name: str, *args: object) -> str:
+    """Send the follower an order; return the title of its refusal, or ""."""
     assert session._followers
     try:
-        with session._followers.following(name, *given):
+        with session._followers.following(name, *args):
             return ""
     except UsageError as error:
         return error.title
 
 
-def test_what_each_head_chooses_is_what_it_chooses_in_one_process(one, two, tmp_path):
-    """But for keys on the edge between two codes.
+def test_heads_select_the_same_tokens_as_one_process(one, two, tmp_path):
+    """Except for keys on the edge between two codes.
 
-    Sums over ranks round keys otherwise, by 1.2e-6 of the largest. Of 450,000 codes one or two then become others, as
-    of a key 2.4999997 and 2.5000013 steps above the lowest of its page. Its token weighs a tenth more or less, and of
-    768 sets 3 differ by a token. So each process is held to its own keys: its index is that of them, and it chose the
-    tokens that weigh most by it in float64 (what it left out weighs 2.9e-5 less at least).
+    Sums over ranks round keys differently, by 1.2e-6 of the largest. One or two of 450,000 codes then change, such as
+    of a key that is 2.4999997 or 2.5000013 steps above the lowest of its page. Its token weighs a tenth more or less,
+    and 3 of 768 sets differ by a token. So each process is checked against its own keys: its index encodes them, and
+    it selected the tokens of the highest weight in float64 (those left out weigh at least 2.9e-5 less).
     """
     ids, found = (one.tokenize(TALE) * 3)[: PROMPT + STEPS], []
     for session in (one, two):
@@ -218,48 +218,48 @@ def test_what_each_head_chooses_is_what_it_chooses_in_one_process(one, two, tmp_
             logits.append(session.step(token))
             noted.note_step(session._kv.state)
             if session is two:
-                told(two, "note_step")
+                send_order(two, "note_step")
         noted.end(session._kv)
         found.append((torch.stack(logits), noted))
-    told(two, "tell", str(tmp_path / "told"))
+    send_order(two, "tell", str(tmp_path / "told"))
     (expected, whole), (measured, first) = found
     parts = first, torch.load(tmp_path / "told", weights_only=False)
     together = torch.cat([part.keys for part in parts], 1)[:, :, :PROMPT]
     assert relative_error(together, whole.keys[:, :, :PROMPT]) < 1e-5
     for each in (whole, *parts):
-        check_choices(each)
+        check_selection(each)
     sets = zip(whole.read, *(part.read for part in parts), strict=True)
     same = [torch.equal(torch.cat(theirs, 1), its) for its, *theirs in sets]
-    alike = same.index(False) if False in same else len(same)
-    assert alike > 2
-    for step in range(alike + 1):
+    matching = same.index(False) if False in same else len(same)
+    assert matching > 2
+    for step in range(matching + 1):
         assert relative_error(measured[step], expected[step]) < 1e-5
 
 
-def check_choices(told: Told) -> None:
-    """The index is that of the keys, and what was read of its tokens weighs most, in float64."""
-    layers, heads, total, d = told.keys.shape
+def check_selection(noted: Told) -> None:
+    """The index encodes the keys, and the tokens read weigh most by it in float64."""
+    layers, heads, total, d = noted.keys.shape
     full = total // PAGE
     for layer in range(1, layers):
-        index = told.index[layer - 1, :, :full]
-        assert torch.equal(key_codes.encode(told.keys[layer], PAGE, 2)[:, :full], index)
+        index = noted.index[layer - 1, :, :full]
+        assert torch.equal(key_codes.encode(noted.keys[layer], PAGE, 2)[:, :full], index)
         keys = key_codes.decode(index, d, PAGE, 2, torch.float32).double()
-        for step, queries in enumerate(torch.stack(told.queries)[:, layer].double()):
+        for step, queries in enumerate(torch.stack(noted.queries)[:, layer].double()):
             known, end = (PROMPT + step) // PAGE * PAGE, PROMPT + step + 1 - PAGE  # the window is a page
             scores = queries.view(heads, -1, d) @ keys[:, :known].transpose(1, 2) * d**-0.5
             weights = scores.softmax(-1).mean(1)[:, SINK:end]
-            is_read = told.read[step][layer, :, SINK:end]
+            is_read = noted.read[step][layer, :, SINK:end]
             assert (is_read.sum(-1) == MODES["speculative"]["budget"] - SINK - PAGE).all()
             least, most = weights.where(is_read, torch.inf).amin(-1), weights.where(~is_read, 0).amax(-1)
             assert (most <= least * (1 + 1e-6)).all()
 
 
-# ---- memory that runs out in one of them, anywhere: an error, and all go on alike
+# ---- memory that runs out anywhere in one rank: an error, and all ranks stay in sync
 
 
-def check_alike(session: Session) -> None:
+def check_in_sync(session: Session) -> None:
     kv = session._kv
-    assert not told(session, "check_alike", kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
+    assert not send_order(session, "check_alike", kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
     check_integrity(kv.state)
 
 
@@ -275,7 +275,7 @@ def pin(session: Session) -> None:
 def truncate(session: Session) -> None:
     if session.total == TOKENS:
         session.truncate(TOKENS - 30)
-    else:  # its last token could not be read again
+    else:  # its last token could not be recomputed
         session.prefill(IDS[session.total : TOKENS - 30])
 
 
@@ -288,7 +288,7 @@ OPERATIONS: dict[str, Callable[[Session], None]] = {
 }
 
 
-def begun(session: Session, mode: str) -> None:
+def start(session: Session, mode: str) -> None:
     session.switch("full")
     session.truncate(0)
     session.switch(mode, **MODES[mode])
@@ -303,31 +303,31 @@ CASES = list(product(OPERATIONS, MODES)) if PLACES else list(zip(OPERATIONS, cyc
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("operation", "mode"), CASES)
-def test_all_ranks_go_on_alike_wherever_memory_runs_out(two, operation, mode, rank, count):
+def test_ranks_stay_in_sync_wherever_memory_runs_out(two, operation, mode, rank, count):
     run = OPERATIONS[operation]
-    begun(two, mode)
-    told(two, "run_out", 0)
+    start(two, mode)
+    send_order(two, "run_out", 0)
     with MemoryRunsOut(0) as counting:
         run(two)
-    operations = (counting.count, int(told(two, "tell_count")))[rank]
-    told(two, "run_out")
+    operations = (counting.count, int(send_order(two, "tell_count")))[rank]
+    send_order(two, "run_out")
     total, entered, expected = two.total, two.info.mode, two.step(9)
     titles = set()
     for places in places_of(operations, f"{operation} {mode} {rank}", COST):
-        begun(two, mode)
-        told(two, "run_out", *(places if rank else ()))
+        start(two, mode)
+        send_order(two, "run_out", *(places if rank else ()))
         try:
             with nullcontext() if rank else MemoryRunsOut(*places):
                 run(two)
-            told(two, "run_out")
+            send_order(two, "run_out")
         except DoesNotFitError as error:
-            told(two, "run_out")
+            send_order(two, "run_out")
             titles.add(error.title)
             assert two.total >= TOKENS - 31
             assert two.info.mode == mode
-            check_alike(two)
+            check_in_sync(two)
             run(two)
-        check_alike(two)
+        check_in_sync(two)
         assert (two.total, two.info.mode) == (total, entered)
         measured = two.step(9)
         if entered == "full":
@@ -337,45 +337,45 @@ def test_all_ranks_go_on_alike_wherever_memory_runs_out(two, operation, mode, ra
 
 
 @pytest.mark.parametrize(("rank", "where"), [(0, 0.9), (1, 0.3)])
-def test_an_answer_that_ran_out_of_memory_is_given_when_asked_again(two, rank, where):
+def test_answer_that_ran_out_of_memory_can_be_retried(two, rank, where):
     turns, sampling = (Turn("user", "Tell me a story about a whale. " * 20),), Sampling(temperature=0, max_new_tokens=8)
     two.switch("full")
     two.truncate(0)
-    told(two, "run_out", 0)
+    send_order(two, "run_out", 0)
     with MemoryRunsOut(0) as counting:
         *_, expected = two.answer(turns, sampling)
-    operations = (counting.count, int(told(two, "tell_count")))[rank]
+    operations = (counting.count, int(send_order(two, "tell_count")))[rank]
     two.truncate(0)
     place = round(where * operations)
-    told(two, "run_out", *((place,) if rank else ()))
+    send_order(two, "run_out", *((place,) if rank else ()))
     with nullcontext() if rank else MemoryRunsOut(place), pytest.raises(DoesNotFitError, match="Memory ran out"):
         list(two.answer(turns, sampling))
-    told(two, "run_out")
-    check_alike(two)
+    send_order(two, "run_out")
+    check_in_sync(two)
     *_, finished = two.answer(turns, sampling)
     assert finished.text == expected.text
 
 
 @pytest.mark.parametrize("end", ["commit_step", "commit_prefill"])
-def test_a_forward_that_one_rank_cannot_commit_is_undone_in_all(two, monkeypatch, end):
+def test_uncommitted_forward_is_undone_on_all_ranks(two, monkeypatch, end):
     def fail(*_):
         raise MemoryError
 
-    begun(two, "full")
+    start(two, "full")
     with monkeypatch.context() as patched:
         patched.setattr(two._kv, end, fail)
         with pytest.raises(DoesNotFitError, match="Memory ran out"):
             two.step(7) if end == "commit_step" else two.prefill(IDS[TOKENS:])
     assert two.total == TOKENS
-    check_alike(two)
+    check_in_sync(two)
     two.step(7)
-    check_alike(two)
+    check_in_sync(two)
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_what_cannot_be_split_is_refused_with_the_numbers(tmp_path):
+def test_unsplittable_models_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"4 KV heads and 8 query heads, which 3 GPUs.*--gpus 2 or --gpus 4"):
         load("bundled", device="cpu", gpus=3, split="heads")
     with pytest.raises(ModelError, match="Packed"):
@@ -388,16 +388,16 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(tmp_path):
         load("bundled", gpus=2, split="heads")
 
 
-def test_one_process_leads_one_group(two):
+def test_second_group_in_one_process_is_refused(two):
     with pytest.raises(UsageError, match="Close"):
         open_session(ASKED)
-    assert answered(two).text
+    assert run_answer(two).text
 
 
 # ---- the end
 
 
-class Engine:
+class EngineProcess:
     """The engine's process, with a model in two ranks."""
 
     def __init__(self, folder: Path) -> None:
@@ -430,30 +430,30 @@ class Engine:
                 return event
         raise AssertionError("the engine ended")
 
-    def ended(self) -> tuple[int, str]:
+    def wait_for_end(self) -> tuple[int, str]:
         self.process.wait(PATIENCE_S)
         _, errors = self.process.communicate()
-        wait_until(lambda: not is_there(self.follower))
-        assert not list(self.folder.glob("kvchat-ranks-*")), "where they met is removed"
+        wait_until(lambda: not is_running(self.follower))
+        assert not list(self.folder.glob("kvchat-ranks-*")), "their rendezvous folder is removed"
         return self.process.returncode, errors.decode()
 
 
 @pytest.fixture
 def engine(tmp_path):
-    started = Engine(tmp_path)
+    started = EngineProcess(tmp_path)
     yield started
     started.process.kill()
     started.process.communicate()
 
 
-def test_a_killed_engine_leaves_no_rank_behind(engine):
+def test_killed_engine_leaves_no_rank_running(engine):
     engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
     engine.until(Text)
     engine.process.kill()
-    assert engine.ended()[0] == -signal.SIGKILL
+    assert engine.wait_for_end()[0] == -signal.SIGKILL
 
 
-def test_another_model_leaves_no_rank_behind_and_one_that_dies_in_an_answer_ends_the_engine(engine):
+def test_reload_ends_old_ranks_and_a_dead_rank_ends_the_engine(engine):
     engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
     engine.until(Text)
     engine.send(Stop())
@@ -463,11 +463,11 @@ def test_another_model_leaves_no_rank_behind_and_one_that_dies_in_an_answer_ends
     first = engine.follower
     engine.send(ASKED)
     engine.until(Loaded)
-    assert not is_there(first)
+    assert not is_running(first)
     engine.follower = engine.find_follower()
     engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
     engine.until(Text)
     os.kill(engine.follower, signal.SIGKILL)
-    code, errors = engine.ended()
+    code, errors = engine.wait_for_end()
     assert code == 1
     assert "rank 1 of 2 ended (-9)" in errors
