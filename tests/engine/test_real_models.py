@@ -1,4 +1,4 @@
-"""Models nobody here trained load, answer what they know, and find what they were told."""
+"""Models that we did not train load, answer what they know, and recall what they were told."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from kvchat.engine.session import Session
 from kvchat.kv import inspect
 from kvchat.protocol.messages import Finished, Sampling, Turn
 
-pytestmark = pytest.mark.slow("a real model is read and answers")
+pytestmark = pytest.mark.slow("a real model is loaded and answers")
 
 
 @pytest.mark.real_model("smollm2")
-def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told():
+def test_smollm2_repeats_a_fact_from_its_prompt():
     model = real_model("smollm2")
     assert (model.layers, model.q_heads, model.kv_heads, model.context) == (30, 9, 3, 8192)
     session = Session(model)
@@ -31,7 +31,7 @@ def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told():
 
 @pytest.mark.real_model("smollm2")
 def test_speculative_mode_finds_the_facts_that_full_attention_finds():
-    """FreeKV's pages by bounds found two of six such of 1,000 tokens: nothing noticed until a real model was asked."""
+    """FreeKV's pages by bounds found two of six such facts in 1,000 tokens; only a real model showed it."""
     session = Session(real_model("smollm2"))
     right = {"full": 0, "speculative:budget=128": 0}
     for number, depth in enumerate((0.0, 0.5)):
@@ -44,7 +44,7 @@ def test_speculative_mode_finds_the_facts_that_full_attention_finds():
 
 
 @pytest.mark.real_model("gemma3-270m")
-def test_gemma_goes_on_with_a_text_through_its_sliding_windows():
+def test_gemma_continues_a_text_with_sliding_windows():
     model = real_model("gemma3-270m")
     assert model.kv_heads == 1
     assert {spec.window for spec in model.probe.specs} == {512, None}
@@ -59,7 +59,7 @@ MARKED = [pytest.param(name, marks=pytest.mark.real_model(name)) for name in ("s
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_the_weights_are_packed_without_a_loss_that_is_told(name):
+def test_packing_weights_reports_no_loss(name):
     model = real_model(name)
     assert model.weights
     assert [note for note in model.notes if "KL " in note] == []
@@ -72,7 +72,7 @@ def test_the_weights_are_packed_without_a_loss_that_is_told(name):
         pytest.param("gemma3-270m", "streaming", marks=pytest.mark.real_model("gemma3-270m")),
     ],
 )
-def test_coverage_is_that_of_dense_attention_in_float64(name, mode):
+def test_coverage_matches_dense_attention_in_float64(name, mode):
     model = real_model(name)
     session = Session(model, entering(mode, {"budget": 128}))
     ids = prose(model.tokenizer, 400)

@@ -1,4 +1,4 @@
-"""Random operations on sessions, in which memory may run out: whatever came before, what is stored and read is exact.
+"""Random operations on sessions, in which memory may run out: what is stored and read stays exact.
 
 A few in the plain suite; many on a dozen architectures in the long form (support/memory_faults.py).
 """
@@ -41,9 +41,9 @@ ARCHITECTURES = ["llama", "gemma2", HYBRID]
 if PLACES:
     ARCHITECTURES += ["qwen3", "mistral", "phi3", "gemma3", "gpt_oss", "cohere2", "glm4", "olmo2", "deepseek_v3"]
 EXAMPLES, STEPS = (int(min(PLACES, 1000)), 40) if PLACES else (2, 20)
-ROOM = 60  # tokens that an operation and the steps after it add at most
-LONG = 180  # tokens of a conversation that is begun anew: half of what a model reads may be pinned
-MARKED = 13  # at most, what the template writes around a turn
+ROOM = 60  # most tokens that an operation and the steps after it add
+LONG = 180  # tokens at which a new conversation begins: half of what a model reads may be pinned
+MARKED = 13  # most characters that the template writes around a turn
 NEAR = 1e-3
 PLACE = st.one_of(st.just(0), st.just(0), st.integers(1, 150), st.integers(1, 2000))  # 0: memory does not run out
 
@@ -53,14 +53,14 @@ tiny = cache(speaking)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The tiny models' heads count as measured, and little room is made for growth."""
+    """Treat the tiny models' heads as calibrated, and reserve little headroom."""
     monkeypatch.setattr(measured, "find", lambda name, *_: calibration(geometry_of(tiny(name))))
     for device in GROWTH_HEADROOM:
         monkeypatch.setitem(GROWTH_HEADROOM, device, 16)
 
 
 class Operations(RuleBasedStateMachine):
-    """One session, the turns of its conversation, and after each operation what holds of every session."""
+    """A session and the turns of its conversation; invariants are checked after each operation."""
 
     architecture = "llama"
     done: ClassVar[Counter[str]] = Counter()
@@ -81,19 +81,19 @@ class Operations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has_room)
     @rule(
-        said=st.integers(1, 40),
+        letters=st.integers(1, 40),
         tokens=st.integers(1, 8),
         pinned=st.booleans(),
         stops_at=st.integers(0, 20),
         place=PLACE,
     )
-    def answer(self, said: int, tokens: int, pinned: bool, stops_at: int, place: int) -> None:
-        """A further turn; its answer ends by itself, or is closed by who reads it after some events."""
+    def answer(self, letters: int, tokens: int, pinned: bool, stops_at: int, place: int) -> None:
+        """Add a turn; its answer ends by itself or is closed after some events."""
         before = self.turns if sum(len(turn.content) + MARKED for turn in self.turns) < LONG else ()
-        turns = (*before, Turn("user", "".join(map(chr, self._letters(said))), pinned=pinned))
+        turns = (*before, Turn("user", "".join(map(chr, self._letters(letters))), pinned=pinned))
 
         def answer() -> None:
-            events = self.session.answer(turns, Sampling(temperature=1.0, seed=said, max_new_tokens=tokens))
+            events = self.session.answer(turns, Sampling(temperature=1.0, seed=letters, max_new_tokens=tokens))
             for count, event in enumerate(events, 1):
                 if count == stops_at:
                     break
@@ -144,14 +144,14 @@ class Operations(RuleBasedStateMachine):
         before, mode = list(self.session._loop.stored.ids), self.session._switcher.parameters
         work = self.session.compare(turns, variants, Sampling(temperature=0, max_new_tokens=3))
         done, known = self._do("compare", lambda: exhaust(work), place), self.session._loop.stored.ids
-        # Where memory ran out even for putting it back it is read again, and the mode may be a variant's.
+        # If memory ran out even for restoring, the rest is recomputed later, and the mode may be a variant's.
         assert known == before[: len(known)] if place and not done else known == before
         assert self.session._switcher.parameters == mode or (place and not done)
 
     @precondition(lambda self: self.session.total)
     @rule(place=PLACE)
     def rebuild(self, place: int) -> None:
-        """Afterwards the K/V, and the next logits in full mode, are those of one prefill."""
+        """The K/V, and the next logits in full mode, are then those of one prefill."""
         ids = list(self.session._loop.stored.ids)
         if self._do("rebuild", lambda: exhaust(self.session.rebuild()), place):
             clean = Session(tiny(self.architecture))
@@ -160,16 +160,16 @@ class Operations(RuleBasedStateMachine):
             self.session.switch("full")
             assert near(self.session.step(9), clean.step(9))
 
-    # ---- what holds after each
+    # ---- checked after each
 
     @invariant()
-    def the_next_step_reads_what_it_says(self) -> None:
+    def the_next_step_reads_what_it_reports(self) -> None:
         session, token = self.session, 7
         known = session._loop.stored
         assert session.total == len(known.ids) == len(known.reduced)
         logits = session.step(token)
         check_integrity(session._kv.state)
-        # A recurrent state is after the token by now; where pinned keys are moved to is streaming's own affair.
+        # A recurrent state already includes the token; where streaming moves pinned keys is internal to it.
         moves = session._kv.mode.name == "streaming" and session._kv.state.pins
         if self.architecture != HYBRID and not moves:
             assert near(logits, logits_over_attended(session._runner, token))
@@ -177,7 +177,7 @@ class Operations(RuleBasedStateMachine):
     # ---- inside
 
     def _do(self, name: str, work: Callable[[], Any], place: int, *refusals: type[Exception]) -> bool:
-        """Let memory run out at a place of an operation; whether it was carried out."""
+        """Let memory run out at a place inside an operation; return whether it succeeded."""
         self.done["operations"] += 1
         failing = MemoryRunsOut(place, place + 1) if place else nullcontext()
         try:
@@ -198,7 +198,7 @@ class Operations(RuleBasedStateMachine):
         return self.session.total + 2 * ROOM < CONTEXT
 
     def _new(self, tokens: int) -> list[int]:
-        """Ids of bytes, another one after each."""
+        """Ids of bytes in a varying sequence."""
         self._next += tokens
         return [(7 * i + i * i // 5) % (SIZE - len(MARKERS)) for i in range(self._next - tokens, self._next)]
 
@@ -216,9 +216,9 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_whatever_was_done_before_a_session_reads_what_it_says(name, count):
-    class OnThis(Operations):
+def test_sessions_stay_exact_after_random_operations(name, count):
+    class OnArchitecture(Operations):
         architecture, done = name, count
 
-    run_state_machine_as_test(OnThis, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS))
+    run_state_machine_as_test(OnArchitecture, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS))
     assert count["failures of memory"]
