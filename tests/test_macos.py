@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import run_in_turn
+from support.command_line import run_in_sequence
 
 STUB = Path(__file__).parent / "support" / "macos"
 ASKED = ["ask", "My cat is called Biscuit. What is my cat called?", "--temperature", "0", "--max-new-tokens", "20"]
@@ -24,7 +24,7 @@ def test_ask_models_plan_and_doctor_work_without_linux():
     path = os.pathsep.join([str(STUB), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     asked = [[*ASKED, "--mode", mode] for mode in ("full", "speculative")]
     inspecting = [["models"], ["plan", "bundled"], ["doctor"]]
-    done = run_in_turn([*asked, *inspecting], os.environ | {"PYTHONPATH": path})
+    done = run_in_sequence([*asked, *inspecting], os.environ | {"PYTHONPATH": path})
     assert [one.code for one in done] == [0] * 5, [one.err for one in done]
     assert all("Biscuit" in one.out for one in done[:2])
     assert not [one.out for one in done[2:] if "could not be read" in one.out]

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.command_line import Outcome, run_in_turn
+from support.command_line import Outcome, run_in_sequence
 from support.kv_run import REFERENCES, Run
 from support.message import lacks
 from support.reference import FullReference
@@ -48,7 +48,7 @@ def run_python(installed: Path, *args: str, typed: str = "") -> subprocess.Compl
 def outcomes(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
     """The outcome of each command."""
     path = os.pathsep.join((str(installed), str(ROOT)))
-    return run_in_turn(commands, {**os.environ, "PYTHONPATH": path, **environ})
+    return run_in_sequence(commands, {**os.environ, "PYTHONPATH": path, **environ})
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_a_broken_package_is_named_and_disables_only_its_mode(installed, tmp_pat
     (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
-    (listed,) = run_in_turn([["modes"]], {**os.environ, "PYTHONPATH": path}, before=CHECK_DOCTOR)
+    (listed,) = run_in_sequence([["modes"]], {**os.environ, "PYTHONPATH": path}, before=CHECK_DOCTOR)
     assert listed.code == 0
     assert listed.out.startswith("auto ")
     assert not lacks(listed.err, '"worse" of broken 1.2', "It is")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import run_in_turn
+from support.command_line import run_in_sequence
 from support.environment import PYTHONPATH, environ
 from support.message import lacks
 
@@ -171,7 +171,7 @@ CODES = {
 
 @pytest.mark.slow("a process imports torch")
 def test_without_a_home_nothing_ends_in_a_traceback(tmp_path):
-    done = run_in_turn([command.split() for command in CODES], homeless(tmp_path), tmp_path / "here", ASK)
+    done = run_in_sequence([command.split() for command in CODES], homeless(tmp_path), tmp_path / "here", ASK)
     assert {command: one.code for command, one in zip(CODES, done, strict=True)} == CODES
     assert not any("Traceback" in one.err for one in done)
     assert [len(one.err.splitlines()) for one in done if one.code] == [1, 1]

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from support.full_disk import full_disk
-from support.keeping import keep
+from support.keeping import save_changes
 
 from kvchat.conversations import store as module
 from kvchat.conversations.conversation import Conversation, ModeChange
@@ -41,7 +41,7 @@ def conversation(*texts: str, system: str | None = None) -> Conversation:
 
 def saved(store: ConversationStore, *texts: str) -> Conversation:
     made = conversation(*texts)
-    keep(store, made)
+    save_changes(store, made)
     return made
 
 
@@ -49,7 +49,7 @@ def test_a_conversation_is_loaded_as_it_was_saved(store):
     written = conversation("one", "1 \ud800 \0 ¿", system="be brief")
     written.go_to(written.leaf.parent)
     written.answer("again")
-    keep(store, written)
+    save_changes(store, written)
     read = store.load(written.id)
     assert (read.id, read.title, read.system, read.created) == (written.id, "one", "be brief", written.created)
     assert [message.text for message in read.messages.values()] == ["one", "1 ? \0 ¿", "again"]
@@ -64,9 +64,9 @@ LINES = (ModeChange(3, "full -> sync", 40, "sync"), ModeChange(7, "sync -> full"
 def test_switches_are_saved(store):
     made = saved(store, "one")
     made.answer("one two three", "", switch_lines=LINES[:1])
-    keep(store, made)
+    save_changes(store, made)
     made.answer("one two three four", "eos", switch_lines=LINES)
-    keep(store, made)
+    save_changes(store, made)
     read = store.load(made.id)
     assert read.leaf == made.leaf
     assert read.leaf.switch_lines == LINES
@@ -96,7 +96,7 @@ def test_an_older_database_is_opened_without_loss(path, version):
     assert [(m.marked_text, m.receipt, m.pinned) for m in read.path] == [("one", "3 tok", False), ("1", "3 tok", False)]
     assert [hit.title for hit in store.search("one")] == ["one"]
     read.answer("one two three four", "eos", switch_lines=LINES)
-    keep(store, read)
+    save_changes(store, read)
     assert store.load("c").leaf.switch_lines == LINES
     store.close()
 
@@ -117,7 +117,7 @@ def test_the_latest_conversation_comes_first(store):
     first, second = saved(store, "one", "1"), saved(store, "two")
     assert [summary.title for summary in store.recent()] == ["two", "one"]
     first.answer("more", "eos")
-    keep(store, first)
+    save_changes(store, first)
     assert store.latest().id == first.id
     assert [summary.messages for summary in store.recent()] == [2, 1]
     assert second.changes() is None
@@ -152,7 +152,7 @@ def test_search_finds_words_in_messages_and_titles(store):
     cat = saved(store, "My cat is called Biscuit.", "Thank you.", "and more", "a whale")
     dog = saved(store, "My dog is called Rex.", "Fine.")
     dog.rename("About animals")
-    keep(store, dog)
+    save_changes(store, dog)
     found = store.search("cat bisc")
     assert [summary.id for summary in found] == [cat.id]
     assert found[0].excerpt == "My {0}cat{1} is called {0}Biscuit{1}.".format(*MARK)
@@ -186,7 +186,7 @@ def test_search_finds_words_of_any_script_and_case(store, text):
     for sought in SAID[text]:
         assert [summary.id for summary in store.search(sought)] == [made.id], sought
     made.rename(text)
-    keep(store, made)
+    save_changes(store, made)
     assert [summary.id for summary in store.search(text.swapcase() if "ß" not in text else text)] == [made.id]
 
 
@@ -215,10 +215,10 @@ def test_changed_and_withdrawn_text_is_no_longer_found(store):
     changed = saved(store, "one", "first")
     changed.answer("second", "eos")
     question = changed.ask("third")
-    keep(store, changed)
+    save_changes(store, changed)
     assert store.search("third")
     changed.withdraw()
-    keep(store, changed)
+    save_changes(store, changed)
     assert [bool(store.search(word)) for word in ("first", "second", "third")] == [False, True, False]
     assert question.id not in store.load(changed.id).messages
 
@@ -245,8 +245,8 @@ def test_two_applications_add_branches_to_one_conversation(store, other):
     mine, theirs = opened_twice(store, other, "one", "1")
     mine.ask("mine")
     theirs.ask("theirs")
-    keep(store, mine)
-    keep(other, theirs)
+    save_changes(store, mine)
+    save_changes(other, theirs)
     read = store.load(mine.id)
     assert [message.text for message in read.siblings(read.leaf.id)] == ["mine", "theirs"]
 
@@ -255,13 +255,13 @@ def test_saving_restores_a_conversation_purged_elsewhere(store, other, path, mon
     mine, _ = opened_twice(store, other, "one", "1", "two", "2")
     mine.go_to(None)
     mine.ask("another branch")
-    keep(store, mine)
+    save_changes(store, mine)
     mine.select(mine.path[0].id)
     other.delete(mine.id)
     monkeypatch.setattr(module, "RESTORABLE_S", -1)
     ConversationStore(path).close()
     mine.answer("3", "eos")
-    keep(store, mine)
+    save_changes(store, mine)
     read = store.load(mine.id)
     assert read.messages == mine.messages
     assert (read.title, read.leaf) == ("one", mine.leaf)
@@ -270,9 +270,9 @@ def test_saving_restores_a_conversation_purged_elsewhere(store, other, path, mon
 def test_a_question_answered_elsewhere_is_not_deleted(store, other):
     mine, theirs = opened_twice(store, other, "one", "1", "two")
     theirs.answer("2", "eos")
-    keep(other, theirs)
+    save_changes(other, theirs)
     assert mine.withdraw() == "two"
-    keep(store, mine)
+    save_changes(store, mine)
     assert other.load(mine.id).messages == theirs.messages
 
 
@@ -280,38 +280,38 @@ def test_a_question_withdrawn_elsewhere_returns_only_with_an_answer(store, other
     mine, theirs = opened_twice(store, other, "one", "1", "two")
     last = theirs.leaf.id
     mine.withdraw()
-    keep(store, mine)
+    save_changes(store, mine)
     theirs.go_to(theirs.leaf.parent)
     theirs.rename("other")
-    keep(other, theirs)
+    save_changes(other, theirs)
     assert stored_texts(store, mine) == ["one", "1"]
     store._db.execute("UPDATE conversation SET leaf = ?", (last,))
     assert [message.text for message in other.load(mine.id).path] == ["one", "1"], "the newest is shown"
     theirs.go_to(last)
     theirs.answer("2", "eos")
-    keep(other, theirs)
+    save_changes(other, theirs)
     assert stored_texts(store, mine) == ["one", "1", "two", "2"]
 
 
 def test_a_conversation_without_a_leaf_opens_at_its_end(store):
     made = saved(store, "one", "1")
     made.go_to(None)
-    keep(store, made)
+    save_changes(store, made)
     assert [message.text for message in store.load(made.id).path] == ["one", "1"]
 
 
 def test_a_conversation_is_listed_while_it_has_a_question(store, other):
     mine, theirs = opened_twice(store, other, "one")
     mine.withdraw()
-    keep(store, mine)
+    save_changes(store, mine)
     assert store.recent() == []
     mine.ask("two")
-    keep(store, mine)
+    save_changes(store, mine)
     assert [(found.id, found.messages) for found in store.recent()] == [(mine.id, 1)]
     mine.withdraw()
-    keep(store, mine)
+    save_changes(store, mine)
     theirs.answer("1", "eos")
-    keep(other, theirs)
+    save_changes(other, theirs)
     assert stored_texts(store, mine) == ["one", "1"]
 
 
@@ -328,10 +328,10 @@ def test_independent_changes_of_two_applications_are_merged(store, other):
     mine, theirs = opened_twice(store, other, "one", "1")
     theirs.rename("their title")
     theirs.answer("1 and more", "eos")
-    keep(other, theirs)
+    save_changes(other, theirs)
     mine.pin(mine.leaf.id, True)
     mine.system = "my system prompt"
-    keep(store, mine)
+    save_changes(store, mine)
     read = store.load(mine.id)
     assert (read.title, read.system) == ("their title", "my system prompt")
     assert (read.last_text(), read.leaf.pinned) == ("1 and more", True)
@@ -340,9 +340,9 @@ def test_independent_changes_of_two_applications_are_merged(store, other):
 def test_both_versions_of_a_conflicting_text_are_kept(store, other):
     mine, theirs = opened_twice(store, other, "one", "1")
     theirs.answer("1 theirs", "eos")
-    keep(other, theirs)
+    save_changes(other, theirs)
     mine.answer("1 mine", "eos")
-    keep(store, mine)
+    save_changes(store, mine)
     read = store.load(mine.id)
     assert [message.text for message in read.siblings(read.leaf.id)] == ["1 mine", "1 theirs"]
 
@@ -352,7 +352,7 @@ def test_an_unacknowledged_save_can_be_repeated(store):
     made.answer("1 and", "eos")
     store.save(made.changes())
     made.answer("1 and more", "eos")
-    keep(store, made)
+    save_changes(store, made)
     assert stored_texts(store, made) == ["one", "1 and more"]
 
 
@@ -360,7 +360,7 @@ def test_a_failed_save_writes_nothing(store):
     made = conversation("one", "1")
     store._db.execute("CREATE TRIGGER full BEFORE INSERT ON message BEGIN SELECT RAISE(FAIL, ''); END")
     with pytest.raises(StoreError, match="cannot be written"):
-        keep(store, made)
+        save_changes(store, made)
     assert store.recent() == []
     assert made.changes().changed == made.path
 
@@ -472,12 +472,12 @@ def test_kv_files_are_deleted_and_restored_with_their_conversation(store, path, 
 def test_kv_files_of_empty_conversations_are_deleted_on_start(store, path):
     kept, withdrawn = saved(store, "Hello"), Conversation()
     withdrawn.ask("Never mind.")
-    keep(store, withdrawn)
+    save_changes(store, withdrawn)
     (path.parent / "kv").mkdir()
     files = [path.parent / "kv" / f"{one.id}.kv" for one in (kept, withdrawn)]
     for file in files:
         file.write_bytes(b"pages")
     withdrawn.withdraw()
-    keep(store, withdrawn)
+    save_changes(store, withdrawn)
     ConversationStore(path).close()
     assert [file.exists() for file in files] == [True, False]

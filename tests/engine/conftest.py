@@ -2,7 +2,7 @@
 
 import pytest
 from support import tiny_models
-from support.freeze_run import EARLY, ruled
+from support.freeze_run import EARLY, with_rule
 
 from kvchat.engine.session import Session
 from kvchat.models.load import load_model, wrap
@@ -15,7 +15,7 @@ import_transformers()  # before tests import parts of it, with torch's compiler,
 @pytest.fixture(autouse=True)
 def early_freezes():
     """Freeze's constants are for long conversations: let tokens freeze from the first steps on."""
-    with ruled(**EARLY):
+    with with_rule(**EARLY):
         yield
 
 

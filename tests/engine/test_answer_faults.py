@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 from support.integrity import check_integrity, stored_kv
-from support.loads import entering
+from support.loads import load_in
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 
 from kvchat.config.modes import mode_names
@@ -26,11 +26,11 @@ def answer_text(session: Session) -> str:
 @pytest.mark.slow("three answers for each place")
 @pytest.mark.parametrize("mode", MODES)
 def test_retried_answer_is_the_same_wherever_memory_ran_out(model, mode, count):
-    clean = Session(model, entering(mode, SMALL.get(mode, {})))
+    clean = Session(model, load_in(mode, SMALL.get(mode, {})))
     with MemoryRunsOut() as counting:
         expected = answer_text(clean)
     for places in places_of(counting.count, mode, COST):
-        session = Session(model, entering(mode, SMALL.get(mode, {})))
+        session = Session(model, load_in(mode, SMALL.get(mode, {})))
         with suppress(DoesNotFitError), MemoryRunsOut(*places):  # a prompt is then processed in smaller chunks
             answer_text(session)
         count["failures of memory"] += len(places)

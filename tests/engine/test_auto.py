@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 from support import byte_tokenizer
-from support.loads import entering
+from support.loads import load_in
 from support.step_clock import StepClock
-from support.tiny_runner import loaded
+from support.tiny_runner import load_tiny
 
 from kvchat.config import modes
 from kvchat.config.modes import registered
@@ -274,7 +274,7 @@ def test_auto_checks_as_often_with_drafts(model, monkeypatch):
 def on_gpu(dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A tiny random model with one token per byte."""
     end = byte_tokenizer.SIZE - 1
-    model = loaded("llama", "cuda", dtype, vocab_size=end + 1, num_hidden_layers=4, max_position_embeddings=8192)
+    model = load_tiny("llama", "cuda", dtype, vocab_size=end + 1, num_hidden_layers=4, max_position_embeddings=8192)
     words = {"tokenizer": byte_tokenizer.byte_level(), "vocab": end + 1, "eos_ids": frozenset({end}), "context": 8192}
     return replace(model, **words)
 
@@ -338,7 +338,7 @@ def test_auto_on_a_gpu_counts_the_cpus_part(monkeypatch):
 
 
 def test_budget_applies_to_every_mode_and_tau_to_one(model):
-    session = Session(model, entering("speculative", {"budget": 128, "tau": -2.0}))
+    session = Session(model, load_in("speculative", {"budget": 128, "tau": -2.0}))
     assert (session.info.auto, session.snapshot().auto) == ("", "")
     assert session.switch("freeze").params["tau"] == registered()["freeze"]().tau
     assert session.switch("streaming").params["budget"] == 128
@@ -350,7 +350,7 @@ def test_budget_applies_to_every_mode_and_tau_to_one(model):
 
 
 def test_freeze_is_capped_only_by_its_own_budget(model):
-    session = Session(model, entering("speculative", {"budget": 128}))
+    session = Session(model, load_in("speculative", {"budget": 128}))
     assert session.switch("freeze").params["budget"] is None
     assert not session.snapshot().badges
     assert session.switch(budget=120).params["budget"] == 120
@@ -373,7 +373,7 @@ def test_last_given_shared_value_counts(model):
 
 def test_switch_returns_the_parameters_given_so_far(model):
     """Also what was reset to kvchat's choice, but not what kvchat chose."""
-    session = Session(model, entering("speculative", {"tau": 0.9}))
+    session = Session(model, load_in("speculative", {"tau": 0.9}))
     first, second = session.switch(budget=128), session.switch("streaming", budget=None)
     assert first.given == {"speculative": {"tau": 0.9, "budget": 128}}
     assert second.given == {"speculative": {"tau": 0.9}, "streaming": {"budget": None}}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.grids import WHOLE
-from support.loads import entering
+from support.loads import load_in
 from typer.testing import CliRunner, Result
 
 from kvchat import paths
@@ -134,7 +134,7 @@ def test_unreadable_file_falls_back_to_the_shipped_calibration(bundled, monkeypa
             load(file)
         assert find(bundled.revision, problems.append) == shipped, text
         assert str(file) in str(problems.pop())
-    session = Session(bundled, entering("sync"))
+    session = Session(bundled, load_in("sync"))
     assert [str(file) in note for note in session.info.notes if "calibration" in note] == [True]
     assert "".join(session.chat("Hello.", Sampling(max_new_tokens=4)))
     file.unlink()
@@ -166,7 +166,7 @@ def test_unwritable_folder_is_refused(bundled, tmp_path):
 
 def test_uncalibrated_model_is_measured_on_its_first_long_prompt(bundled, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(bundled, entering("sync", {"budget": 132}))
+    session = Session(bundled, load_in("sync", {"budget": 132}))
     assert any("kvchat calibrate bundled" in note for note in session.info.notes)
     list(session.answer([Turn("user", "Hi.")], Sampling(temperature=0, max_new_tokens=2)))
     assert "long prompt" in session.snapshot().extras["representative heads"]
@@ -203,7 +203,7 @@ def attend_to_last(monkeypatch, tokens: int) -> None:
 
 def test_speculative_mode_measures_the_budget_attention_needs(model, monkeypatch):
     """At the first 1,024 tokens and at each doubling; the budget is only raised, and a given one stays."""
-    session = Session(model, entering("speculative"))
+    session = Session(model, load_in("speculative"))
     attend_to_last(monkeypatch, 100)
     session.prefill([7, 8, 9] * 300)
     assert "measured on" not in session.snapshot().extras
@@ -225,7 +225,7 @@ def test_speculative_mode_measures_the_budget_attention_needs(model, monkeypatch
 
 @pytest.mark.parametrize("given", [{"window": 300}, {"sink": 300}, {"index": "bits4"}])
 def test_measured_budget_is_ignored_if_a_part_is_given(model, monkeypatch, given):
-    session = Session(replace(model, context=32_768), entering("speculative", given))
+    session = Session(replace(model, context=32_768), load_in("speculative", given))
     attend_to_last(monkeypatch, 10)
     session.prefill([7, 8, 9] * 400)
     assert (session.info.params["budget"], session.info.params | given) == (1024, session.info.params)
@@ -241,7 +241,7 @@ def test_layers_without_a_window_are_sampled_at_all_depths(windows, sampled):
 
 
 def test_attention_to_everything_gets_the_largest_budget(model, monkeypatch):
-    session = Session(model, entering("speculative"))
+    session = Session(model, load_in("speculative"))
     attend_to_last(monkeypatch, 3000)
     session.prefill([7, 8, 9] * 1000)
     assert session.info.params["budget"] == 2048

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.integrity import check_integrity, stored_kv
-from support.loads import entering
+from support.loads import load_in
 from support.memory_faults import MemoryRunsOut
-from support.tiny_runner import speaking
+from support.tiny_runner import load_tiny_with_bytes
 
 from kvchat.engine import compare, synthetic_text
 from kvchat.engine.compare import compare_logits
@@ -46,7 +46,7 @@ def same(one: object, other: object) -> bool:
 @pytest.fixture
 def session(model):
     """A conversation whose answer was computed with reduced context."""
-    session = Session(model, entering("streaming", NARROW.params))
+    session = Session(model, load_in("streaming", NARROW.params))
     list(session.answer(STORY, SAMPLING))
     assert session.snapshot().reduced_tokens > 0
     return session
@@ -84,7 +84,7 @@ def test_first_run_matches_the_modes_own_answer(session, model):
 
 
 def test_pinned_question_is_pinned_in_each_compared_mode(model):
-    session, own = Session(model), Session(model, entering("streaming", NARROW.params))
+    session, own = Session(model), Session(model, load_in("streaming", NARROW.params))
     pinned = (replace(STORY[0], pinned=True),)
     list(own.answer(pinned, SAMPLING))
     seen, step = [], session._loop.step
@@ -108,7 +108,7 @@ def test_reduced_tokens_are_recomputed_for_a_comparison(session):
 
 def test_comparison_leaves_the_conversations_metrics_unchanged(model):
     paged = {"unit": "page", "budget": 128, "sink": 16, "window": 32}
-    session = Session(model, entering("speculative", paged))
+    session = Session(model, load_in("speculative", paged))
     list(session.answer(STORY, SAMPLING))
 
     def metrics():
@@ -198,7 +198,7 @@ def test_refused_mode_is_a_row_and_an_unknown_one_an_error(session, monkeypatch)
 
 
 def test_hybrid_model_continues_as_without_a_comparison():
-    model, short = speaking("qwen3_5"), replace(SAMPLING, max_new_tokens=6)
+    model, short = load_tiny_with_bytes("qwen3_5"), replace(SAMPLING, max_new_tokens=6)
     one, other = Session(model), Session(model)
     for session in (one, other):
         list(session.answer((Turn("user", "The sea was calm."),), short))
@@ -210,7 +210,7 @@ def test_hybrid_model_continues_as_without_a_comparison():
 @pytest.mark.parametrize(("name", "host_dtype"), [("llama", "model"), ("llama", "int8"), ("qwen3_5", "model")])
 def test_conversation_is_recomputed_if_memory_runs_out_on_restoring(name, host_dtype, monkeypatch):
     """torch's own error escaped, ids without K/V stayed, and a hybrid answered differently."""
-    model, short = speaking(name), replace(SAMPLING, max_new_tokens=2)
+    model, short = load_tiny_with_bytes(name), replace(SAMPLING, max_new_tokens=2)
     one, other = (Session(model, Load(host_dtype=host_dtype)) for _ in range(2))
     for session in (one, other):
         list(session.answer((Turn("user", "The sea was calm, and the whale went on."),), short))

@@ -17,7 +17,7 @@ from support.dense_attention import softmax
 from support.integrity import check_integrity
 from support.reference import coded
 from support.tiny_models import CONTEXT
-from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
+from support.tiny_runner import PARAMS, check_same_steps, load_tiny, mode_of, prefill_logits, token_ids
 
 from kvchat.config.modes import FullParameters
 from kvchat.engine.runner import GraphRunner, ModelRunner, geometry_of, traits_of
@@ -47,7 +47,7 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
 @cache
 def llama(dtype: torch.dtype) -> LoadedModel:
     """Return the model to decode with; in Triton's interpreter one layer that may read everything and one after it."""
-    return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
+    return load_tiny("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
 
 
 def eager(runner: ModelRunner) -> ModelRunner:
@@ -63,7 +63,7 @@ def pair(
     """Two runners after the same prompt; the second launches every step operation by operation."""
     one, other = (ModelRunner(model, mode_of(model, row, params)) for _ in range(2))
     for each in (one, eager(other)):
-        prefilled(each, token_ids(tokens))
+        prefill_logits(each, token_ids(tokens))
     return one, other
 
 
@@ -87,7 +87,7 @@ def delayed(operation, dice: random.Random):
 @pytest.mark.parametrize("row", [*PARAMS, "quest", "raas", "h2o"])  # one comparison mode of each kind
 def test_graphs_and_streams_change_no_bit(row, dtype):
     one, other = pair(llama(dtype), row)
-    same_steps(one, other, later_ids(300))
+    check_same_steps(one, other, later_ids(300))
     assert one.kv.state.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
     assert not one.graphs.prepares
@@ -96,11 +96,11 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "granite_hybrid"])
 def test_graphs_change_no_bit_in_hybrid_models(name, dtype):
-    one, other = pair(loaded(name, "cuda", dtype), "streaming", tokens=100)
-    same_steps(one, other, later_ids(300))
+    one, other = pair(load_tiny(name, "cuda", dtype), "streaming", tokens=100)
+    check_same_steps(one, other, later_ids(300))
     for each in (one, other):
         each.truncate(90)
-    same_steps(one, other, later_ids(300, seed=2))
+    check_same_steps(one, other, later_ids(300, seed=2))
     assert not one.graphs.refusal
     assert not one.graphs.prepares
 
@@ -109,7 +109,7 @@ def test_coverage_samples_match_dense_attention():
     one, other = pair(llama(torch.bfloat16), "speculative", tokens=200)
     watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a sample is as long as COST allows
     for token in later_ids(60, seed=3):
-        same_steps(one, other, [token])
+        check_same_steps(one, other, [token])
         watch.sample()
         watch._due = 0.0
     assert not one.graphs.refusal
@@ -132,7 +132,7 @@ def test_full_mode_is_the_same_whatever_is_resident(dtype):
     runners = [ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident")]
     for prompt, steps in ((1, 1), (31, 3), (63, 3), (149, 1)):
         for each in runners:
-            prefilled(each, ids[each.kv.total : prompt])
+            prefill_logits(each, ids[each.kv.total : prompt])
         for token in ids[prompt : prompt + steps]:
             whole, ring = (each.step(token) for each in runners)
             assert relative_error(ring, whole) < 4 * torch.finfo(dtype).eps, f"{prompt} tokens"
@@ -145,7 +145,7 @@ def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
     """With graphs, as pages leave the ring, after truncation and after a switch; in layers without a window."""
     monkeypatch.setattr(full, "STAGED_SHARE", share)
     monkeypatch.setattr(transfer, "copy_segments", delayed(transfer.copy_segments, random.Random(0)))
-    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    model = load_tiny(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
     whole, one, other = (ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident", "full-resident"))
     everyone = whole, one, eager(other)
     reading_all = [layer for layer, spec in enumerate(one.kv.state.specs) if spec.window is None]
@@ -161,7 +161,7 @@ def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
         for each in everyone:
             if each.kv.total > prompt:
                 each.truncate(prompt)
-            prefilled(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
+            prefill_logits(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
             if mode and each is not whole:
                 with torch.inference_mode():
                     each.kv.switch(mode_of(model, mode))
@@ -180,7 +180,7 @@ def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
 def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monkeypatch):
     """With pages staged or not, as they leave the ring, after truncation and after a switch."""
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
-    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    model = load_tiny(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
     near = 16 * torch.finfo(torch.bfloat16).eps
     whole, one = ModelRunner(model, mode_of(model, "full")), ModelRunner(model, mode_of(model, "full"))
     shared = {"resident": 64, "cpu": share}
@@ -189,7 +189,7 @@ def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monke
         for each in (whole, one):
             if each.kv.total > prompt:
                 each.truncate(prompt)
-            prefilled(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
+            prefill_logits(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
         if params is not None:
             with torch.inference_mode():
                 one.kv.switch(mode_of(model, "full", params))
@@ -211,7 +211,7 @@ def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monke
 def test_the_cpu_part_is_attention_with_its_log_sum(tokens):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full-resident"))
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     host, g, spec = one.kv.state.host, one.kv.state.geometry, one.kv.state.specs[1]
     assert host_attention.is_ready(g.dtype, waits=True)
     attention = host_attention.HostAttention(host)
@@ -245,9 +245,9 @@ def test_the_gpu_starts_its_part_before_the_cpu_waits(monkeypatch):
     from kvchat.kv.ops.triton import attend  # triton is not installed everywhere
 
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
-    model, calls = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=1), []
+    model, calls = load_tiny("llama", "cuda", torch.bfloat16, num_hidden_layers=1), []
     one = ModelRunner(model, mode_of(model, "full", {"resident": 64, "cpu": 0.3}))
-    prefilled(one, token_ids(160))
+    prefill_logits(one, token_ids(160))
     one.step(5)
     for name in ("_attend_part", "_attend_spilled", "_join"):
         CallRecorder(monkeypatch, attend, name, calls)
@@ -262,7 +262,7 @@ def test_measured_rates_and_launch_costs_set_the_cpu_part(monkeypatch):
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full-resident"))
-    prefilled(one, token_ids(160))
+    prefill_logits(one, token_ids(160))
     assert host_attention.is_ready(torch.bfloat16, waits=True)
     with torch.inference_mode():
         found = host_attention.measured(one.kv.state.host)
@@ -290,7 +290,7 @@ def test_tokens_the_cpu_cannot_attend_to_cross_the_link(way):
     one = ModelRunner(model, mode_of(model, "full", {"resident": 64, "cpu": 1.0, "draft": "window"}))
     with torch.inference_mode():
         one.kv.state.quantize_pages(way == "8-bit pages")
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     with one.guessing() if way == "a guess" else nullcontext():
         for token in token_ids(2):
             one.step(token)
@@ -300,14 +300,14 @@ def test_tokens_the_cpu_cannot_attend_to_cross_the_link(way):
 
 def test_pages_staged_by_a_failed_capture_are_not_read(monkeypatch):
     monkeypatch.setattr(full, "STAGED_SHARE", 1.0)
-    model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2)
+    model = load_tiny("llama", "cuda", torch.bfloat16, num_hidden_layers=2)
     one, other = pair(model, "full-resident", tokens=128)
     record = one.graphs._recorder
     one.graphs._recorder = lambda run: record(lambda: run().item())
     for token in token_ids(2):
         with torch.inference_mode():
             one.kv.state.slots[0].staging.fill_(torch.nan)
-        same_steps(one, other, [token])
+        check_same_steps(one, other, [token])
     assert one.graphs.refusal
     assert one.kv.state.slots[0].staged == 2
 
@@ -320,7 +320,7 @@ def test_guesses_skip_spilled_tokens_and_are_discarded(dtype, cpu):
     whole = ModelRunner(model, mode_of(model, "full"))
     one = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
     for each in (whole, one):
-        prefilled(each, ids[:149])
+        prefill_logits(each, ids[:149])
     for first in (149, 153):
         read = one.kv.state.read_pairs
         with one.guessing():
@@ -343,7 +343,7 @@ def test_guesses_do_not_wait_for_their_tokens():
     model, ids = llama(torch.bfloat16), token_ids(150)
     parameters = FullParameters(resident=64, draft="window")
     runner = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
-    prefilled(runner, ids[:149])
+    prefill_logits(runner, ids[:149])
     with runner.guessing():
         runner.guess(ids[149], 4, torch.argmax)  # warm-up and capture
     drawn = []
@@ -374,8 +374,8 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
     for each in (one, other):
         with torch.inference_mode():
             each.kv.state.quantize_pages(True)
-        prefilled(each, token_ids(157))  # the third step fills a page
-    same_steps(one, other, token_ids(4, seed=1))
+        prefill_logits(each, token_ids(157))  # the third step fills a page
+    check_same_steps(one, other, token_ids(4, seed=1))
     assert type(one.kv.state.ops).__name__ == "EightBitTritonOps"
     assert sum(one.kv.state.host.quantized) == one.kv.total // one.kv.state.geometry.page
     assert not one.graphs.refusal
@@ -387,7 +387,7 @@ def test_pinned_messages_are_read_and_graphs_change_no_bit(row):
     one, other = pair(model, row)
     for each in (one, other):
         each.pin(pins)
-    same_steps(one, other, later_ids(150))
+    check_same_steps(one, other, later_ids(150))
     assert not one.graphs.refusal
     assert all(bool(attended(one.kv.state, layer)[:, pins].all()) for layer in range(model.layers))
     check_integrity(one.kv.state)
@@ -396,12 +396,12 @@ def test_pinned_messages_are_read_and_graphs_change_no_bit(row):
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
 def test_late_recalls_are_waited_for(row):
     one, other = pair(llama(torch.bfloat16), row)
-    same_steps(delay_recalls(one), other, later_ids(120))
+    check_same_steps(delay_recalls(one), other, later_ids(120))
 
 
 def test_sparse_first_layer_selects_with_its_own_query(monkeypatch):
     """No earlier layer can select for it, and the selection for the next layer runs in parallel."""
-    model, k = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2), 24
+    model, k = load_tiny("llama", "cuda", torch.bfloat16, num_hidden_layers=2), 24
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     assert attention_hook.install(model.model) == frozenset(range(1, model.layers))
     params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}
@@ -409,7 +409,7 @@ def test_sparse_first_layer_selects_with_its_own_query(monkeypatch):
     delay_recalls(one)
     before, turned = None, 0
     for token in later_ids(240):
-        same_steps(one, other, [token])
+        check_same_steps(one, other, [token])
         state, g = one.kv.state, one.kv.state.geometry
         now = state.total - 1
         keys = state.host.dense(0, now // g.page * g.page)[0].cpu()
@@ -428,12 +428,12 @@ def test_sparse_first_layer_selects_with_its_own_query(monkeypatch):
 
 def test_layers_select_ahead_on_two_high_priority_streams(monkeypatch):
     """So that none waits for the copies of the previous layer, or for a whole projection to start."""
-    model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=4)
+    model = load_tiny("llama", "cuda", torch.bfloat16, num_hidden_layers=4)
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     attention_hook.install(model.model)
     params = {"budget": 72, "window": 32, "query": "ahead", "rest": "none"}
     one, streams = ModelRunner(model, mode_of(model, "speculative", params)), []
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     choose = one.kv.state.ops.choose_tokens
 
     def record(*args):
@@ -456,7 +456,7 @@ def test_mode_switches_between_graph_steps_change_no_bit(row):
         with torch.inference_mode():
             for each in (one, other):
                 each.kv.switch(mode_of(model, mode))
-        same_steps(one, other, later_ids(80, seed=len(mode)))
+        check_same_steps(one, other, later_ids(80, seed=len(mode)))
     assert one.kv.total <= CONTEXT  # beyond it streaming rotates the recent keys in its slots
 
 
@@ -464,9 +464,9 @@ def test_mode_switches_between_graph_steps_change_no_bit(row):
 @pytest.mark.parametrize("name", PEERS)
 def test_logits_match_the_models_own_when_everything_fits(name, mode):
     """Noise is the difference between the model's own eager attention and its own sdpa."""
-    model, ids = loaded(name, "cuda", torch.bfloat16), token_ids(260)
+    model, ids = load_tiny(name, "cuda", torch.bfloat16), token_ids(260)
     one = ModelRunner(model, mode_of(model, mode, ROOMY[mode]))
-    ours = [prefilled(one, ids[:200]), *(one.step(token) for token in ids[200:])]
+    ours = [prefill_logits(one, ids[:200]), *(one.step(token) for token in ids[200:])]
     sdpa, plain = own_logits(model.model, ids, "sdpa"), own_logits(model.model, ids, "eager")
     noise = max(float((a - b).abs().max()) for a, b in zip(sdpa, plain, strict=True))
     far = max(float((a - b).abs().max()) for a, b in zip(ours, sdpa, strict=True))
@@ -499,7 +499,7 @@ def test_reported_device_bytes_match_the_allocation():
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         one = ModelRunner(model, mode_of(model, row))
-        prefilled(one, token_ids(300))
+        prefill_logits(one, token_ids(300))
         taken = torch.cuda.memory_allocated() - before
         # The rest are vectors beside the slots: queries, positions, counters.
         assert one.kv.device_bytes <= taken <= one.kv.device_bytes * 1.02 + 2**20

@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 import torch
 from support.integrity import check_integrity, stored_kv
-from support.loads import entering
+from support.loads import load_in
 from support.memory_faults import PLACES, MemoryRunsOut
 from support.real_models import FILES
 
@@ -68,7 +68,7 @@ def guessing(monkeypatch):
 
 
 def open_session(model, draft="lookup", **changes):
-    return Session(model, entering("full", {"draft": draft}, **changes))
+    return Session(model, load_in("full", {"draft": draft}, **changes))
 
 
 def run_answer(session, sampling=GREEDY, between=None, turns=TURNS):
@@ -435,7 +435,7 @@ def test_answers_to_many_prompts_match_those_without_drafts(bundled, name, sampl
     """About a book, so that lookup finds text and a window misses some; no token ends an answer."""
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)  # even if it does not pay
     loaded = replace(bundled if name == "bundled" else load_model(UNPACKED, lambda *_: None), eos_ids=frozenset())
-    session, books = Session(loaded, entering("full", {})), passages((), 560, loaded.tokenizer)
+    session, books = Session(loaded, load_in("full", {})), passages((), 560, loaded.tokenizer)
     session._loop.encoder.turn_end = frozenset()
     prompts, tokens = (int(LONG), 500) if LONG else (1, 40)
     for subject, book in zip(SUBJECTS.split()[:prompts], cycle(books)):

@@ -8,7 +8,15 @@ import torch
 from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import gpu
 from support.integrity import check_integrity
-from support.tiny_runner import Wordless, loaded, mode_of, prefilled, runner_of, same_steps, token_ids
+from support.tiny_runner import (
+    EmptyTokenizer,
+    check_same_steps,
+    load_tiny,
+    mode_of,
+    prefill_logits,
+    runner_of,
+    token_ids,
+)
 
 from kvchat.engine.plan import memory_plan
 from kvchat.engine.runner import ModelRunner
@@ -36,28 +44,28 @@ def two(monkeypatch):
 def halves(name: str = "llama", layers: int = 4) -> LoadedModel:
     """A tiny model with its first half on the first GPU."""
     half = layers // 2
-    return loaded(name, "cuda:0", places=(FIRST,) * half + (SECOND,) * half, num_hidden_layers=layers)
+    return load_tiny(name, "cuda:0", places=(FIRST,) * half + (SECOND,) * half, num_hidden_layers=layers)
 
 
 @cache
 def whole_and_halves() -> tuple[LoadedModel, LoadedModel]:
-    return loaded("llama", "cuda:0", num_hidden_layers=2), halves(layers=2)
+    return load_tiny("llama", "cuda:0", num_hidden_layers=2), halves(layers=2)
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
 def test_each_mode_computes_and_reads_the_same_on_two_gpus(row):
     one, two = (ModelRunner(model, mode_of(model, row)) for model in whole_and_halves())
     ids = token_ids(150)
-    assert torch.equal(prefilled(one, ids), prefilled(two, ids))
-    same_steps(one, two, token_ids(3, seed=1))
+    assert torch.equal(prefill_logits(one, ids), prefill_logits(two, ids))
+    check_same_steps(one, two, token_ids(3, seed=1))
 
 
 def test_non_current_gpu_has_kernels_and_graphs():
-    models = (loaded("llama", device, torch.bfloat16, num_hidden_layers=2) for device in ("cuda:0", "cuda:1"))
+    models = (load_tiny("llama", device, torch.bfloat16, num_hidden_layers=2) for device in ("cuda:0", "cuda:1"))
     one, two = (ModelRunner(model, mode_of(model, "speculative")) for model in models)
     ids = token_ids(150)
-    assert torch.equal(prefilled(one, ids), prefilled(two, ids).to(FIRST))
-    same_steps(one, two, token_ids(3, seed=1))
+    assert torch.equal(prefill_logits(one, ids), prefill_logits(two, ids).to(FIRST))
+    check_same_steps(one, two, token_ids(3, seed=1))
     assert two.kv.state.ops.name == "triton", "each kernel was tried"
     assert not two.graphs.refusal
     assert not two.graphs.prepares
@@ -78,7 +86,8 @@ def test_work_is_timed_on_its_own_device():
 def test_queries_are_estimated_ahead_across_gpus(monkeypatch):
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)  # with random weights no estimate is close
     one, two = (
-        runner_of(model, "speculative", budget=96, sink=4, window=32) for model in (loaded("llama", "cuda:0"), halves())
+        runner_of(model, "speculative", budget=96, sink=4, window=32)
+        for model in (load_tiny("llama", "cuda:0"), halves())
     )
     estimated = [[], []]
     for each, layers in zip((one, two), estimated, strict=True):
@@ -88,8 +97,8 @@ def test_queries_are_estimated_ahead_across_gpus(monkeypatch):
             layers.append((layer, query.device)),
             choose(layer, query),
         )
-        prefilled(each, token_ids(150))
-    same_steps(one, two, token_ids(2, seed=1))
+        prefill_logits(each, token_ids(150))
+    check_same_steps(one, two, token_ids(2, seed=1))
     assert estimated[0] == estimated[1] == [(layer, FIRST) for layer in (1, 2, 3)] * 2
 
 
@@ -98,11 +107,14 @@ def test_fused_model_computes_the_same():
     model = tiny_models.fresh("llama", num_hidden_layers=2)
     split.move(model, FIRST, (FIRST, SECOND))
     split.connect(model, FIRST, (FIRST, SECOND))
-    one, two = runner_of(loaded("llama", "cuda:0", num_hidden_layers=2)), runner_of(wrap(model, Wordless(), "llama"))
+    one, two = (
+        runner_of(load_tiny("llama", "cuda:0", num_hidden_layers=2)),
+        runner_of(wrap(model, EmptyTokenizer(), "llama")),
+    )
     assert two.model.fused == "norms, merged projections, rope, fused layers"
     assert not any("fast path" in note for note in two.model.notes)
     one.chunk = two.chunk = 64  # else the memory of a long prompt is measured, which is slow in the interpreter
-    assert relative_error(prefilled(two, token_ids(20)), prefilled(one, token_ids(20))) < 1e-5
+    assert relative_error(prefill_logits(two, token_ids(20)), prefill_logits(one, token_ids(20))) < 1e-5
     assert relative_error(two.step(7), one.step(7)) < 1e-5
 
 
@@ -111,18 +123,20 @@ def test_fused_model_computes_the_same():
     [("gpt_oss", 2), ("gemma3", 4), ("deepseek_v3", 2)],  # whose values are narrower than its keys
 )
 def test_sinks_and_several_rotary_embeddings_work_on_two_gpus(name, layers):
-    one, two = (runner_of(model) for model in (loaded(name, "cuda:0", num_hidden_layers=layers), halves(name, layers)))
-    assert torch.equal(prefilled(one, token_ids(40)), prefilled(two, token_ids(40)))
-    same_steps(one, two, token_ids(2, seed=1))
+    one, two = (
+        runner_of(model) for model in (load_tiny(name, "cuda:0", num_hidden_layers=layers), halves(name, layers))
+    )
+    assert torch.equal(prefill_logits(one, token_ids(40)), prefill_logits(two, token_ids(40)))
+    check_same_steps(one, two, token_ids(2, seed=1))
 
 
 def test_no_token_is_lost_if_memory_runs_out_on_the_second_gpu(monkeypatch):
-    one, two = (runner_of(model, "streaming", budget=64) for model in (loaded("llama", "cuda:0"), halves()))
+    one, two = (runner_of(model, "streaming", budget=64) for model in (load_tiny("llama", "cuda:0"), halves()))
     for each in (one, two):
-        prefilled(each, token_ids(100))
+        prefill_logits(each, token_ids(100))
     with monkeypatch.context() as patch:
         patch.setattr(gpu.memories[1], "total", gpu.memories[1].allocated + 2**10)
-        for failing in (lambda: prefilled(two, token_ids(60)), lambda: two.step(5)):
+        for failing in (lambda: prefill_logits(two, token_ids(60)), lambda: two.step(5)):
             with pytest.raises(DoesNotFitError):
                 failing()
             assert two.kv.total == 100
@@ -133,7 +147,7 @@ def test_no_token_is_lost_if_memory_runs_out_on_the_second_gpu(monkeypatch):
 
 def speaking(places: tuple[torch.device, ...] = ()) -> LoadedModel:
     end = byte_tokenizer.SIZE - 1
-    model = loaded("llama", "cuda:0", places=places, vocab_size=end + 1, num_hidden_layers=2)
+    model = load_tiny("llama", "cuda:0", places=places, vocab_size=end + 1, num_hidden_layers=2)
     return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))
 
 
@@ -197,7 +211,7 @@ def test_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_place):
     assert sum("2 on cuda:0, 2 on cuda:1" in note for note in model.notes) == 1
     one = runner_of(load_model(replace(load, gpus=1), print))
     two = runner_of(model)
-    assert torch.equal(prefilled(one, token_ids(20)), prefilled(two, token_ids(20)))
+    assert torch.equal(prefill_logits(one, token_ids(20)), prefill_logits(two, token_ids(20)))
     assert two.graphs.badges == ("no CUDA graph: the layers are on 2 GPUs",)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support import tiny_models
 from support.fake_cuda.tape import TapeRecorder
-from support.grids import WHOLE, thinned
-from support.kv_steps import as_on_a_gpu
-from support.tiny_runner import COMPARED, PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
+from support.grids import WHOLE, sampled
+from support.kv_steps import use_gpu_path
+from support.tiny_runner import COMPARED, PARAMS, check_same_steps, load_tiny, mode_of, prefill_logits, token_ids
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvchat.engine import runner
@@ -38,8 +38,8 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
     recorder = TapeRecorder(lambda: changed_by_steps(one))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
-        as_on_a_gpu(each.kv)
-        prefilled(each, prompt)
+        use_gpu_path(each.kv)
+        prefill_logits(each, prompt)
     return one, other, recorder
 
 
@@ -47,18 +47,18 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
     ("name", "row"), [*(("llama", row) for row in (*PARAMS, *COMPARED)), ("gpt_oss", "speculative"), ("gpt_oss", "h2o")]
 )
 def test_graph_steps_match_eager_steps(row, name):
-    model, ids = loaded(name, num_hidden_layers=2), token_ids(400)
+    model, ids = load_tiny(name, num_hidden_layers=2), token_ids(400)
     one, other, recorder = pair(model, row, ids[:100])
-    same_steps(one, other, ids[100:112])
+    check_same_steps(one, other, ids[100:112])
     played = recorder.played
     assert played > 6
     with torch.inference_mode():
         one.kv.truncate(106)
         other.kv.truncate(106)
-    same_steps(one, other, ids[180:184])
+    check_same_steps(one, other, ids[180:184])
     for each in (one, other):
-        prefilled(each, ids[200:240])
-    same_steps(one, other, ids[240:252])
+        prefill_logits(each, ids[200:240])
+    check_same_steps(one, other, ids[240:252])
     assert recorder.played > played + 7
     assert not one.graphs.refusal
 
@@ -66,25 +66,25 @@ def test_graph_steps_match_eager_steps(row, name):
 STATES = tiny_models.HYBRID if WHOLE else tiny_models.STATES
 
 
-@pytest.mark.parametrize(("name", "row"), thinned(STATES, ["full", "speculative", "freeze", "sync"]))
+@pytest.mark.parametrize(("name", "row"), sampled(STATES, ["full", "speculative", "freeze", "sync"]))
 def test_graph_steps_match_eager_steps_in_hybrid_models(name, row):
     """Also after its state was restored, and where tokens were recomputed."""
-    model, ids = loaded(name), token_ids(200)
+    model, ids = load_tiny(name), token_ids(200)
     one, other, recorder = pair(model, row, ids[:100])
-    same_steps(one, other, ids[100:108])
+    check_same_steps(one, other, ids[100:108])
     played = recorder.played
     assert played > 3
     for each in (one, other):
         each.truncate(104)
-    same_steps(one, other, ids[120:124])
+    check_same_steps(one, other, ids[120:124])
     for each in (one, other):
-        prefilled(each, ids[130:150])
-    same_steps(one, other, ids[150:158])
+        prefill_logits(each, ids[130:150])
+    check_same_steps(one, other, ids[150:158])
     assert recorder.played > played + 5
     for _ in range(2):  # from nothing
         for each in (one, other):
             each.truncate(0)
-        same_steps(one, other, ids[:4])
+        check_same_steps(one, other, ids[:4])
     assert not one.graphs.refusal
 
 
@@ -93,37 +93,37 @@ def test_recurrent_layers_that_reallocate_their_state_run_eagerly(monkeypatch):
         layer.recurrent_states[state_idx] = state.clone()
         return layer.recurrent_states[state_idx]
 
-    one, other, recorder = pair(loaded("qwen3_5"), "full", token_ids(100))
+    one, other, recorder = pair(load_tiny("qwen3_5"), "full", token_ids(100))
     monkeypatch.setattr(LinearAttentionLayer, "update_recurrent_state", moved)
-    same_steps(one, other, token_ids(12, seed=1))
+    check_same_steps(one, other, token_ids(12, seed=1))
     assert (recorder.recorded, recorder.played) == (0, 0)
     assert "recurrent layers" in one.graphs.refusal
 
 
 @pytest.mark.parametrize("moved", ["recurrent state", "buffer"])
 def test_graph_is_not_replayed_after_its_inputs_moved(moved):
-    one, other, recorder = pair(loaded("qwen3_5"), "full", token_ids(100))
-    same_steps(one, other, token_ids(4, seed=1))
+    one, other, recorder = pair(load_tiny("qwen3_5"), "full", token_ids(100))
+    check_same_steps(one, other, token_ids(4, seed=1))
     recorded = recorder.recorded
     if moved == "buffer":
         one.kv.state.position = one.kv.state.position.clone()
     else:
         for layer in one.recurrent._layers:
             layer.recurrent_states[0] = layer.recurrent_states[0].clone()
-    same_steps(one, other, token_ids(4, seed=2))
+    check_same_steps(one, other, token_ids(4, seed=2))
     assert recorder.recorded == recorded + 1
 
 
 def test_growing_buffers_record_new_graphs(monkeypatch):
     monkeypatch.setitem(GROWTH_HEADROOM, "cpu", 16)
-    one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
-    same_steps(one, other, token_ids(60, seed=1))
+    one, other, recorder = pair(load_tiny("llama"), "full", token_ids(20))
+    check_same_steps(one, other, token_ids(60, seed=1))
     assert 2 <= recorder.recorded <= 4
     assert recorder.played >= 50
 
 
 def test_entering_a_mode_records_new_graphs():
-    model = loaded("llama")
+    model = load_tiny("llama")
     one, other, recorder = pair(model, "full", token_ids(120))
     for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
         recorded = recorder.recorded
@@ -131,28 +131,28 @@ def test_entering_a_mode_records_new_graphs():
             for each in (one, other):
                 each.kv.switch(mode_of(model, row))
         assert one.graphs.prepares
-        same_steps(one, other, token_ids(8, seed=recorded))
+        check_same_steps(one, other, token_ids(8, seed=recorded))
         assert recorder.recorded > recorded
         assert not one.graphs.prepares
 
 
 def test_each_kind_of_step_has_a_graph_up_to_a_limit(monkeypatch):
-    one, other, recorder = pair(loaded("llama"), "sync", token_ids(100))
-    same_steps(one, other, token_ids(16, seed=1))
+    one, other, recorder = pair(load_tiny("llama"), "sync", token_ids(100))
+    check_same_steps(one, other, token_ids(16, seed=1))
     assert recorder.recorded == len(one.graphs._recorded) == 2
     monkeypatch.setattr(runner, "MAX_GRAPHS", 1)
-    one, other, recorder = pair(loaded("llama"), "sync", token_ids(60))
-    same_steps(one, other, token_ids(20, seed=1))
+    one, other, recorder = pair(load_tiny("llama"), "sync", token_ids(60))
+    check_same_steps(one, other, token_ids(20, seed=1))
     assert recorder.recorded > len(one.graphs._recorded) == 1
 
 
 def test_uncapturable_steps_run_eagerly_with_a_reason():
-    one, other, recorder = pair(loaded("llama"), "full", token_ids(50))
+    one, other, recorder = pair(load_tiny("llama"), "full", token_ids(50))
     # As a mixture of experts finds out which of its experts have work.
     layer = one.model.model.model.layers[2]
     hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
     try:
-        same_steps(one, other, token_ids(10, seed=1))
+        check_same_steps(one, other, token_ids(10, seed=1))
     finally:
         hook.remove()
     assert (recorder.recorded, recorder.played) == (0, 0)
@@ -160,19 +160,19 @@ def test_uncapturable_steps_run_eagerly_with_a_reason():
 
 
 def test_steps_with_a_pageable_host_pool_run_eagerly(monkeypatch):
-    one, other, recorder = pair(loaded("llama"), "speculative", token_ids(150))
-    same_steps(one, other, token_ids(8, seed=1))
+    one, other, recorder = pair(load_tiny("llama"), "speculative", token_ids(150))
+    check_same_steps(one, other, token_ids(8, seed=1))
     played = recorder.played
     assert played
     monkeypatch.setattr(one.kv.state.host, "pageable_reason", "no more memory may be pinned")
     assert not one.graphs.prepares
-    same_steps(one, other, token_ids(8, seed=2))
+    check_same_steps(one, other, token_ids(8, seed=2))
     assert recorder.played == played
 
 
 def test_graphs_continue_after_a_failed_step():
-    one, other, _ = pair(loaded("llama"), "streaming", token_ids(150))
-    same_steps(one, other, token_ids(10, seed=1))
+    one, other, _ = pair(load_tiny("llama"), "streaming", token_ids(150))
+    check_same_steps(one, other, token_ids(10, seed=1))
     replay = one.graphs._recorded
     kind, (play, result) = next(iter(replay.items()))
 
@@ -193,7 +193,7 @@ def test_graphs_continue_after_a_failed_step():
 def test_answer_reports_graph_preparation_and_stays_the_same(model):
     def answer(recorder):
         session = Session(model)
-        as_on_a_gpu(session._kv)
+        use_gpu_path(session._kv)
         if recorder:
             session._runner.graphs = GraphRunner(session._kv, TapeRecorder(lambda: changed_by_steps(session._kv)))
 
@@ -253,7 +253,7 @@ def test_live_graphs_share_a_memory_pool(monkeypatch):
 
 
 def test_failed_capture_restores_the_stream_and_names_the_cause(monkeypatch):
-    one, _, _ = pair(loaded("llama"), "full", token_ids(50))
+    one, _, _ = pair(load_tiny("llama"), "full", token_ids(50))
     streams = Streams(monkeypatch)
     one.graphs._recorder = CudaRecorder(torch.device("cuda"))
     step = one.step

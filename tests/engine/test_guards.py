@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.integrity import check_integrity
-from support.loads import entering
+from support.loads import load_in
 from support.patience import PATIENCE_S
 
 from kvchat.config import modes
@@ -276,7 +276,7 @@ LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
     "begin", [lambda s: s.chat("Hello", GREEDY), lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)]
 )
 def test_generators_raise_after_close(model, begin):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     list(session.answer(LONG, GREEDY))
     in_progress = begin(session)
     next(in_progress)
@@ -335,7 +335,7 @@ def test_unknown_names_are_refused(session):
     [
         (Load(mode="ful"), 'no KV mode "ful"'),
         (Load(mode_params={"ful": {}}), 'no KV mode "ful"'),
-        (entering("streaming", {"budget": 64}, mode_params={"streaming": {"budget": 1}}), "budget = 1"),
+        (load_in("streaming", {"budget": 64}, mode_params={"streaming": {"budget": 1}}), "budget = 1"),
         (Load(mode_params={"freeze": {"tau": "high"}}), "freeze: tau = 'high'"),
         (Load(given={"sync": {"rhoo": 1}}), 'no parameter "rhoo"'),
         (Load(host_dtype="int4"), 'cannot be stored in "int4"'),
@@ -351,7 +351,7 @@ def test_load_arguments_reach_the_model_and_the_session(monkeypatch, model):
     seen = []
     monkeypatch.setattr(sessions, "load_model", lambda request, progress: seen.append(request) or model)
     session = load("there", device="cpu", mode="streaming", fast=False, host_dtype="int8", system="Short.", budget=64)
-    assert seen == [entering("streaming", {"budget": 64}, model="there", device="cpu", fast=False, host_dtype="int8")]
+    assert seen == [load_in("streaming", {"budget": 64}, model="there", device="cpu", fast=False, host_dtype="int8")]
     assert (session.info.mode, session.info.params["budget"]) == ("streaming", 64)
     assert session._kv.state.quantizes
     assert session._turns == (Turn("system", "Short."),)

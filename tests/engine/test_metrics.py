@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
-from support.loads import entering
+from support.loads import load_in
 from support.memory_faults import MemoryRunsOut
 
 from kvchat.config.modes import mode_names
@@ -197,7 +197,7 @@ def run_answer(session: Session, tokens: int = 20) -> Finished:
 
 
 def test_answers_report_their_coverage(model, sample_every_step):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     stats = run_answer(session).stats
     assert 0 < stats.lowest_coverage <= stats.coverage < 0.99
     assert session.snapshot().coverage == stats.coverage
@@ -216,7 +216,7 @@ def test_answers_report_their_coverage(model, sample_every_step):
 
 
 def test_reopened_conversation_has_no_metrics_of_the_last_one(model, sample_every_step):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     list(session.answer(FOX, Sampling(max_new_tokens=20), conversation="before"))
     assert session.snapshot().coverage
     list(session.resume("after", FOX))
@@ -225,7 +225,7 @@ def test_reopened_conversation_has_no_metrics_of_the_last_one(model, sample_ever
 
 
 def test_reads_of_a_prompt_are_marked_until_the_first_token(model):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     events = session.answer(FOX, Sampling(max_new_tokens=4))
     marked = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
     assert marked[0]
@@ -238,7 +238,7 @@ def test_answer_continues_without_memory_for_a_coverage_sample(model, sample_eve
         raise MemoryError
 
     monkeypatch.setattr(inspect, "weights", full)
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     finished = run_answer(session)
     assert finished.reason in ("length", "eos")
     assert finished.stats.generated_tokens > 1
@@ -248,13 +248,13 @@ def test_answer_continues_without_memory_for_a_coverage_sample(model, sample_eve
 @pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
 def test_low_coverage_has_a_badge(model, sample_every_step, monkeypatch, budget, warned):
     monkeypatch.setattr(metrics, "ENOUGH_COVERED", 0.98)
-    session = Session(model, entering("streaming", {"budget": budget}))
+    session = Session(model, load_in("streaming", {"budget": budget}))
     run_answer(session)
     assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
 
 
 def test_comparison_leaves_the_coverage_unchanged(model, sample_every_step):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session = Session(model, load_in("streaming", {"budget": 64}))
     run_answer(session)
     before = session.snapshot().coverage
     variants = (Variant("full"), Variant("streaming", {"budget": 96}))

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
-from support.loads import entering
+from support.loads import load_in
 from support.message import lacks
-from support.model_folders import declare, edit_json
+from support.model_folders import edit_json, set_quantization
 from support.progress import silent
 from support.weights import save_headers
 from transformers import LlamaConfig
@@ -111,7 +111,7 @@ def test_planning_refuses_what_loading_refuses(tmp_path, name, reason):
 )
 def test_device_bytes_of_every_mode_match_the_plan(model, mode, params, tokens, prompt):
     """Whether the conversation came at once or in parts."""
-    made, session = planned("bundled", tokens, **{mode: params}), Session(model, entering(mode, params))
+    made, session = planned("bundled", tokens, **{mode: params}), Session(model, load_in(mode, params))
     ids = [5 + i % 90 for i in range(tokens)]
     for part in filter(None, (ids[: int(prompt * tokens)], ids[int(prompt * tokens) :])):
         session.prefill(part)
@@ -148,7 +148,7 @@ def test_nf4_weights_match_the_plan():
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_quantization_refused_by_loading_has_no_plan(folder):
-    declare(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False})
+    set_quantization(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False})
     with pytest.raises(ModelError, match="gptq"):
         memory_plan(Load(str(folder), "cpu", "float32", quantize="int8"), TOKENS, silent)
     assert list(planned(folder).weights) == ["gptq"]
@@ -175,9 +175,9 @@ def test_only_the_headers_of_weight_files_are_read(folder):
 def test_plan_counts_what_full_reads_over_the_link():
     geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
     seen = SimpleNamespace(geometry=geometry, traits=ModelTraits(4096, (None,) * 2), system_tokens=0, pins=0)
-    need = mode_need("full", entering("full", {"resident": 512}), seen, 4000)
+    need = mode_need("full", load_in("full", {"resident": 512}), seen, 4000)
     assert need.link_bytes == (4000 - 512) * geometry.token_bytes
-    halved = mode_need("full", entering("full", {"resident": 512}), seen, 4000, host_share=0.5)
+    halved = mode_need("full", load_in("full", {"resident": 512}), seen, 4000, host_share=0.5)
     assert (halved.link_bytes, halved.device_bytes) == (need.link_bytes // 2, need.device_bytes)
     assert need.device_bytes == pytest.approx(512 * geometry.token_bytes * (1 + STAGED_SHARE), rel=WITHIN)
     made = replace(planned("bundled"), modes={"full": need})
@@ -243,7 +243,7 @@ def test_plan_includes_the_current_conversation(folder, mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
 def test_plan_counts_capacity_kept_after_truncation(model, mode):
-    load = entering(mode, {"streaming": {"budget": 64}, "speculative": {"budget": 64}}.get(mode, {}))
+    load = load_in(mode, {"streaming": {"budget": 64}, "speculative": {"budget": 64}}.get(mode, {}))
     session = Session(model, load)
     for host_dtype, tokens in (("model", 400), ("int8", 350), ("model", 300)):
         session.keep_pages(host_dtype)
@@ -265,7 +265,7 @@ def test_plan_counts_capacity_kept_after_truncation(model, mode):
 )
 def test_plan_counts_pinned_tokens(model, mode, pin_system):
     budget = {"budget": 300} if mode == "freeze" else {"budget": 64} if mode != "sync" else {}
-    load = entering(mode, {"pin_system": pin_system, **budget})
+    load = load_in(mode, {"pin_system": pin_system, **budget})
     session = Session(model, load)
     turns = [Turn("system", "You know it all. " * 20), Turn("user", "It is so, and " * 100, pinned=True)]
     for _ in session.answer(turns, Sampling(max_new_tokens=2)):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.grids import thinned
+from support.grids import sampled
 from support.integrity import check_integrity
-from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
+from support.kept_chat import OTHER, TALE, Chat, flip_byte, notes, resumed_from
 from support.memory_faults import MemoryRunsOut, out_of_memory
-from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
+from support.tiny_runner import PARAMS, EmptyTokenizer, load_tiny, mode_of, prefill_logits, token_ids
 
 from kvchat.engine import prefix_cache
 from kvchat.engine.prefix_cache import SavedFolder, WriteBehind, rows_of
@@ -31,7 +31,7 @@ def test_reopened_conversation_is_restored_exactly_from_memory(tmp_path):
     total = len(chat.stored.ids)
     assert chat.say("b", OTHER) == []
     assert chat.cache.parked_bytes > 0
-    assert came_back(chat.cache.resume("a", (Turn("user", TALE),))) == (total, "memory")
+    assert resumed_from(chat.cache.resume("a", (Turn("user", TALE),))) == (total, "memory")
     assert chat.stored.ids == [ord(c) for c in f"<{TALE}"]
     after = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
@@ -48,7 +48,7 @@ def test_least_recently_used_conversation_is_dropped(tmp_path):
             events = chat.say(name, name + TALE)
         assert chat.cache.parked_bytes <= most
         assert list(chat.cache._parked) == parked
-    assert came_back(events)[1] == "memory"
+    assert resumed_from(events)[1] == "memory"
 
 
 @pytest.mark.parametrize("lacks", ["room", "memory", "memory after all"])
@@ -89,14 +89,14 @@ def test_shared_prefix_comes_from_another_conversation(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE + OTHER)
     chat.say("b", OTHER)
-    tokens, where = came_back(chat.say("c", TALE + "and then"))
+    tokens, where = resumed_from(chat.say("c", TALE + "and then"))
     assert (tokens, where) == (1 + len(TALE), "memory")
     again = chat.restarted(tmp_path)
-    tokens, where = came_back(again.say("d", TALE + "but"))
+    tokens, where = resumed_from(again.say("d", TALE + "but"))
     assert (tokens, where) == (1 + len(TALE), "disk")
     again.written()
     one = Chat(tmp_path, chat.runner.model).say("d", TALE + "but")
-    assert came_back(one) == (1 + len(TALE) + 3, "disk")
+    assert resumed_from(one) == (1 + len(TALE) + 3, "disk")
 
 
 def test_saved_pages_are_not_rewritten(tmp_path):
@@ -134,8 +134,8 @@ def test_reduced_tokens_stay_marked_after_a_restart(tmp_path):
         ({"revision": "1"}, "another revision"),
         ({"weights": "int8"}, "another quantization"),
         ({"fingerprint": "1"}, "another training"),
-        ({"tokenizer": Wordless(vocabulary={"a": 1})}, "another tokenizer"),
-        ({"tokenizer": Wordless("x")}, "another chat"),
+        ({"tokenizer": EmptyTokenizer(vocabulary={"a": 1})}, "another tokenizer"),
+        ({"tokenizer": EmptyTokenizer("x")}, "another chat"),
         ({"name": "other"}, ""),  # the application reports a changed model
     ],
 )
@@ -145,7 +145,7 @@ def test_kv_of_another_model_is_refused_and_replaced(tmp_path, changes, reason):
     chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
     found = notes(chat.say("a", TALE))
     assert [reason in note for note in found] == [True] * bool(reason)
-    assert came_back(chat.restarted(tmp_path).say("a", TALE))
+    assert resumed_from(chat.restarted(tmp_path).say("a", TALE))
 
 
 def test_directory_in_place_of_a_file_is_skipped(tmp_path):
@@ -170,11 +170,11 @@ def test_damaged_page_is_reported_and_earlier_pages_are_kept(tmp_path, records, 
     chat.cache.save()
     chat.written()
     path = tmp_path / "kv" / "a.kv"
-    flip(path, HEADER_BYTES + records * chat.cache._file(path).record_bytes(False) + at)
+    flip_byte(path, HEADER_BYTES + records * chat.cache._file(path).record_bytes(False) + at)
     chat = chat.restarted(tmp_path)
     events = list(chat.cache.resume("a", (Turn("user", TALE),)))
     assert ["damaged" in note for note in notes(events)] == [True]
-    assert not left or came_back(events) == (left, "disk")
+    assert not left or resumed_from(events) == (left, "disk")
     assert chat.runner.kv.total == left
     assert not chat.runner.kv.state.control.any()
 
@@ -183,7 +183,7 @@ def test_resume_closed_at_a_note_saves_nothing_under_that_name(tmp_path):
     chat = Chat(tmp_path)
     chat.say("b", OTHER)
     chat.written()
-    flip(tmp_path / "kv" / "b.kv", 0)
+    flip_byte(tmp_path / "kv" / "b.kv", 0)
     chat = chat.restarted(tmp_path, parked=0)
     chat.say("a", TALE)
     chat.written()
@@ -293,25 +293,25 @@ def test_two_processes_do_not_mix_a_conversations_branches(tmp_path):
         one.say("a", TALE)
         one.written()
         again = Chat(tmp_path, one.runner.model)
-        assert came_back(again.cache.resume("a", (Turn("user", TALE),))) == (restored, "disk")
+        assert resumed_from(again.cache.resume("a", (Turn("user", TALE),))) == (restored, "disk")
         assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:restored]
 
 
 def next_logits(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
-    return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
+    return [prefill_logits(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 
 
-@pytest.mark.parametrize(("row", "dtype"), thinned(PARAMS, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize(("row", "dtype"), sampled(PARAMS, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 def test_resumed_logits_match_a_session_never_closed(tmp_path, row, dtype):
     """In most modes, a session that re-entered its mode, as a switch does: what was dropped or frozen, and the slot of
     each token (the order of a sum), is not saved.
     """
     names = ["llama", "gemma3", "deepseek_v3", "phi", "qwen3", "olmo2"]
     name = names[list(PARAMS).index(row) % len(names)]
-    chat = Chat(tmp_path, loaded(name, dtype=dtype), row)
+    chat = Chat(tmp_path, load_tiny(name, dtype=dtype), row)
     tokens = int(torch.randint(70, 300, (1,), generator=torch.Generator().manual_seed(len(row))))
     ids = token_ids(tokens)
-    prefilled(chat.runner, ids[:-9])
+    prefill_logits(chat.runner, ids[:-9])
     chat.stored.extend(ids[:-9])
     for token in ids[-9:]:
         chat.runner.step(token)
@@ -323,7 +323,7 @@ def test_resumed_logits_match_a_session_never_closed(tmp_path, row, dtype):
 
     later = Chat(tmp_path, chat.runner.model, row)
     later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
-    assert came_back(later.cache.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
+    assert resumed_from(later.cache.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
     assert later.stored.ids == ids
     if PARAMS[row][0] not in ("full", "sync"):
         with torch.inference_mode():
@@ -386,7 +386,7 @@ SAID = 1 + len(TALE)  # with what the encoder puts before it
 
 def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
     """A session in which ``TALE`` was answered, never closed, and one that has not resumed it yet."""
-    chat, later = (Chat(tmp_path, loaded(name), row) for _ in range(2))
+    chat, later = (Chat(tmp_path, load_tiny(name), row) for _ in range(2))
     for one in (chat, later):
         one.runner.kv.state.quantize_pages(True)
     chat.say("a", TALE)
@@ -396,7 +396,7 @@ def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
 
 def assert_same_logits(chat: Chat, later: Chat) -> None:
     more = token_ids(40, seed=2)
-    assert torch.equal(*(prefilled(one.runner, more) for one in (chat, later)))
+    assert torch.equal(*(prefill_logits(one.runner, more) for one in (chat, later)))
     for token in token_ids(6, seed=3):
         assert torch.equal(*(one.runner.step(token) for one in (chat, later)))
 
@@ -426,7 +426,7 @@ def test_truncated_8_bit_page_is_still_known_as_quantized(tmp_path, saved):
     else:
         chat.say("b", OTHER)
         assert chat.runner.kv.state.first_quantized == chat.runner.kv.total
-    assert came_back(chat.cache.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
+    assert resumed_from(chat.cache.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
     assert chat.runner.kv.state.first_quantized == 32
 
 
@@ -450,7 +450,7 @@ def test_quantized_tokens_are_shared_only_in_8_bits(tmp_path, where):
 def test_resumed_logits_match_a_session_that_reentered_its_mode(tmp_path, name, row):
     """Also in sync mode, whose slots hold in full precision what the host pool has quantized since."""
     chat, later = pair(tmp_path, name, row)
-    assert came_back(resume(chat, later)) == (SAID + 9, "disk")
+    assert resumed_from(resume(chat, later)) == (SAID + 9, "disk")
     assert all(map(torch.equal, dense_kv(chat), dense_kv(later)))
     if PARAMS[row][0] != "full":
         with torch.inference_mode():

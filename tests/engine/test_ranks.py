@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import noting_rank, tiny_models
+from support import recording_rank, tiny_models
 from support.environment import PYTHONPATH, environ
 from support.integrity import check_integrity
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
-from support.noting_rank import Told
 from support.patience import PATIENCE_S, wait_until
+from support.recording_rank import RankRecord
 from support.streams import read_event
 
 from kvchat import process
@@ -73,7 +73,7 @@ def one():
 def two():
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", PYTHONPATH)
-        patched.setattr(process, "python", lambda *_: [sys.executable, str(Path(noting_rank.__file__))])
+        patched.setattr(process, "python", lambda *_: [sys.executable, str(Path(recording_rank.__file__))])
         session = load("bundled", device="cpu", dtype="float32", gpus=2, split="heads")
     assert session._followers
     pids = [each.pid for each in session._followers._processes]
@@ -213,17 +213,17 @@ def test_heads_select_the_same_tokens_as_one_process(one, two, tmp_path):
     for session in (one, two):
         session.truncate(0)
         session.switch("speculative", **MODES["speculative"])
-        logits, noted = [session.prefill(ids[:PROMPT])], Told()
+        logits, recorded = [session.prefill(ids[:PROMPT])], RankRecord()
         for token in ids[PROMPT:]:
             logits.append(session.step(token))
-            noted.note_step(session._kv.state)
+            recorded.record_step(session._kv.state)
             if session is two:
-                send_order(two, "note_step")
-        noted.end(session._kv)
-        found.append((torch.stack(logits), noted))
-    send_order(two, "tell", str(tmp_path / "told"))
+                send_order(two, "record_step")
+        recorded.end(session._kv)
+        found.append((torch.stack(logits), recorded))
+    send_order(two, "save", str(tmp_path / "record"))
     (expected, whole), (measured, first) = found
-    parts = first, torch.load(tmp_path / "told", weights_only=False)
+    parts = first, torch.load(tmp_path / "record", weights_only=False)
     together = torch.cat([part.keys for part in parts], 1)[:, :, :PROMPT]
     assert relative_error(together, whole.keys[:, :, :PROMPT]) < 1e-5
     for each in (whole, *parts):
@@ -236,19 +236,19 @@ def test_heads_select_the_same_tokens_as_one_process(one, two, tmp_path):
         assert relative_error(measured[step], expected[step]) < 1e-5
 
 
-def check_selection(noted: Told) -> None:
+def check_selection(recorded: RankRecord) -> None:
     """The index encodes the keys, and the tokens read weigh most by it in float64."""
-    layers, heads, total, d = noted.keys.shape
+    layers, heads, total, d = recorded.keys.shape
     full = total // PAGE
     for layer in range(1, layers):
-        index = noted.index[layer - 1, :, :full]
-        assert torch.equal(key_codes.encode(noted.keys[layer], PAGE, 2)[:, :full], index)
+        index = recorded.index[layer - 1, :, :full]
+        assert torch.equal(key_codes.encode(recorded.keys[layer], PAGE, 2)[:, :full], index)
         keys = key_codes.decode(index, d, PAGE, 2, torch.float32).double()
-        for step, queries in enumerate(torch.stack(noted.queries)[:, layer].double()):
+        for step, queries in enumerate(torch.stack(recorded.queries)[:, layer].double()):
             known, end = (PROMPT + step) // PAGE * PAGE, PROMPT + step + 1 - PAGE  # the window is a page
             scores = queries.view(heads, -1, d) @ keys[:, :known].transpose(1, 2) * d**-0.5
             weights = scores.softmax(-1).mean(1)[:, SINK:end]
-            is_read = noted.read[step][layer, :, SINK:end]
+            is_read = recorded.read[step][layer, :, SINK:end]
             assert (is_read.sum(-1) == MODES["speculative"]["budget"] - SINK - PAGE).all()
             least, most = weights.where(is_read, torch.inf).amin(-1), weights.where(~is_read, 0).amax(-1)
             assert (most <= least * (1 + 1e-6)).all()
@@ -259,7 +259,7 @@ def check_selection(noted: Told) -> None:
 
 def check_in_sync(session: Session) -> None:
     kv = session._kv
-    assert not send_order(session, "check_alike", kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
+    assert not send_order(session, "check_in_sync", kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
     check_integrity(kv.state)
 
 
@@ -309,7 +309,7 @@ def test_ranks_stay_in_sync_wherever_memory_runs_out(two, operation, mode, rank,
     send_order(two, "run_out", 0)
     with MemoryRunsOut(0) as counting:
         run(two)
-    operations = (counting.count, int(send_order(two, "tell_count")))[rank]
+    operations = (counting.count, int(send_order(two, "count_operations")))[rank]
     send_order(two, "run_out")
     total, entered, expected = two.total, two.info.mode, two.step(9)
     titles = set()
@@ -344,7 +344,7 @@ def test_answer_that_ran_out_of_memory_can_be_retried(two, rank, where):
     send_order(two, "run_out", 0)
     with MemoryRunsOut(0) as counting:
         *_, expected = two.answer(turns, sampling)
-    operations = (counting.count, int(send_order(two, "tell_count")))[rank]
+    operations = (counting.count, int(send_order(two, "count_operations")))[rank]
     two.truncate(0)
     place = round(where * operations)
     send_order(two, "run_out", *((place,) if rank else ()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.dense_attention import softmax
-from support.loads import entering
+from support.loads import load_in
 from support.real_models import real_model
 
 from kvchat.bench.decoding import prose
@@ -74,7 +74,7 @@ def test_packing_weights_reports_no_loss(name):
 )
 def test_coverage_matches_dense_attention_in_float64(name, mode):
     model = real_model(name)
-    session = Session(model, entering(mode, {"budget": 128}))
+    session = Session(model, load_in(mode, {"budget": 128}))
     ids = prose(model.tokenizer, 400)
     session.prefill(ids[:396])
     for token in ids[396:]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.loads import entering
+from support.loads import load_in
 
 from kvchat.engine.recovery import Ladder, RecoveryMonitor, Signals, measure
 from kvchat.engine.sampler import Sampler
@@ -61,7 +61,7 @@ def spikes(*starts: int) -> set[int]:
 
 
 def test_levels_escalate_in_order(model):
-    session = Scripted(model, entering("freeze", EAGER)).script(spikes(40, 70, 100, 130))
+    session = Scripted(model, load_in("freeze", EAGER)).script(spikes(40, 70, 100, 130))
     events, text = run(session)
     assert levels(events) == ["SR", "WR", "FR", "RR"]
     assert all(event.signal == "entropy" and event.value > 3 for event in events if isinstance(event, Recovered))
@@ -79,7 +79,7 @@ def test_levels_escalate_in_order(model):
 
 
 def test_full_reset_reads_everything_for_a_while(model):
-    session = Scripted(model, entering("freeze", EAGER)).script(spikes(40, 60, 80))
+    session = Scripted(model, load_in("freeze", EAGER)).script(spikes(40, 60, 80))
     run(session)
     assert not any(session.all_read[20:42])
     assert all(session.all_read[82:146])
@@ -90,7 +90,7 @@ def test_regeneration_draws_other_tokens(model):
     """Tokens before the withdrawn ones stay, and the seed determines everything."""
     sampling = replace(RANDOM, seed=3, max_new_tokens=110)
     first, second, plain = (
-        Scripted(model, entering("full", params)).script(range(50, 400)) for params in (RECOVERS, RECOVERS, {})
+        Scripted(model, load_in("full", params)).script(range(50, 400)) for params in (RECOVERS, RECOVERS, {})
     )
     assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
     run(plain, sampling)
@@ -101,26 +101,26 @@ def test_regeneration_draws_other_tokens(model):
 
 def test_recovery_is_off_where_it_would_change_nothing(model):
     for mode, params, temperature in (("freeze", {"recovery": False}, 1), ("streaming", {}, 1), ("full", RECOVERS, 0)):
-        session = Scripted(model, entering(mode, params)).script(spikes(40, 50))
+        session = Scripted(model, load_in(mode, params)).script(spikes(40, 50))
         assert levels(run(session, replace(RANDOM, temperature=temperature, max_new_tokens=60))[0]) == []
 
 
 def test_finished_answer_is_not_withdrawn(model):
     """The regeneration is due with the last token."""
     for tokens, expected in ((42, []), (43, ["RR"])):
-        session = Scripted(model, entering("full", RECOVERS)).script(spikes(40))
+        session = Scripted(model, load_in("full", RECOVERS)).script(spikes(40))
         assert levels(run(session, replace(RANDOM, max_new_tokens=tokens))[0]) == expected
 
 
 def test_speculative_widens_its_budget_for_a_while(model):
-    session = Scripted(model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40, 60))
+    session = Scripted(model, load_in("speculative", RECOVERS | {"budget": 128})).script(spikes(40, 60))
     budgets = {}
     list(session.answer(TURNS, RANDOM, lambda generated: budgets.update({generated: session.info.params["budget"]})))
     assert [budgets[n] for n in (42, 43, 62, 63, 120, 150)] == [128, 256, 256, 512, 512, 128]
 
 
 def test_mode_entered_during_recovery_stays(model):
-    session = Scripted(model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40))
+    session = Scripted(model, load_in("speculative", RECOVERS | {"budget": 128})).script(spikes(40))
     list(session.answer(TURNS, RANDOM, lambda generated: generated == 60 and session.switch("streaming")))
     assert session.info.mode == "streaming"
 
@@ -145,7 +145,7 @@ def test_rewinding_restores_the_sampler():
 
 
 def test_chat_text_excludes_withdrawn_tokens(model):
-    session = Scripted(model, entering("full", RECOVERS)).script(spikes(40))
+    session = Scripted(model, load_in("full", RECOVERS)).script(spikes(40))
     text = "".join(session.chat("Hello.", replace(RANDOM, max_new_tokens=80)))
     assert text == model.tokenizer.decode(session.token_ids)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support import tiny_models
-from support.grids import thinned
+from support.grids import sampled
 from support.integrity import check_integrity
-from support.tiny_runner import loaded, prefilled, runner_of, token_ids
+from support.tiny_runner import load_tiny, prefill_logits, runner_of, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import parse
@@ -24,7 +24,7 @@ MODES = {
 
 
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
-    logits, generated = prefilled(one, ids), []
+    logits, generated = prefill_logits(one, ids), []
     for _ in range(n):
         generated.append(int(logits.argmax()))
         logits = one.step(generated[-1])
@@ -34,7 +34,7 @@ def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_full_mode_matches_transformers_on_every_kind_of_layer(name):
     """Compared to transformers' own greedy decoding."""
-    model, ids = loaded(name), token_ids(60)
+    model, ids = load_tiny(name), token_ids(60)
     one = runner_of(model)
     one.chunk = 23
     tokens = greedy(one, ids, 40)
@@ -46,22 +46,22 @@ def test_full_mode_matches_transformers_on_every_kind_of_layer(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), thinned(["llama", "gemma2", "gpt_oss", "cohere2"], ["streaming", "speculative"])
+    ("name", "mode"), sampled(["llama", "gemma2", "gpt_oss", "cohere2"], ["streaming", "speculative"])
 )
 def test_budget_above_the_conversation_matches_full_mode(name, mode):
-    model, ids = loaded(name), token_ids(90)
+    model, ids = load_tiny(name), token_ids(90)
     one, full = runner_of(model, mode, budget=500), runner_of(model)
-    torch.testing.assert_close(prefilled(one, ids), prefilled(full, ids))
+    torch.testing.assert_close(prefill_logits(one, ids), prefill_logits(full, ids))
     for token in token_ids(40, seed=1):
         torch.testing.assert_close(one.step(token), full.step(token), atol=2e-5, rtol=0)
 
 
 def test_frequent_mode_switches_leave_stored_kv_unchanged():
     """E8, with layers that depend on each other; layer 0 matches a run without switches."""
-    model, ids = loaded("llama"), token_ids(200)
+    model, ids = load_tiny("llama"), token_ids(200)
     one, calm = runner_of(model, "streaming", **MODES["streaming"]), runner_of(model)
     for each in (one, calm):
-        prefilled(each, ids)
+        prefill_logits(each, ids)
     before = [layer.clone() for layer in one.kv.state.host.layers]
     names = list(MODES)
     with torch.inference_mode():
@@ -80,12 +80,12 @@ def test_frequent_mode_switches_leave_stored_kv_unchanged():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_step_is_exact_after_memory_runs_out_in_one(mode, monkeypatch):
-    model, ids = loaded("llama"), token_ids(200)
+    model, ids = load_tiny("llama"), token_ids(200)
     # Synchronous retrieval: speculation would use the failed step's query.
     params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
     one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     for each in (one, undisturbed):
-        prefilled(each, ids)
+        prefill_logits(each, ids)
         each.step(7)
     attention = one.kv.attention
 
@@ -106,34 +106,34 @@ def test_step_is_exact_after_memory_runs_out_in_one(mode, monkeypatch):
 
 def test_prefill_closed_at_its_last_chunk_stores_all_tokens():
     """The session takes the logits and stops: the tokens just processed must be in streaming's window."""
-    model, ids = loaded("llama"), token_ids(90)
+    model, ids = load_tiny("llama"), token_ids(90)
     one, full = runner_of(model, "streaming", budget=500), runner_of(model)
     for part in (ids[:40], ids[40:]):
         next(one.prefill(part))
-    prefilled(full, ids)
+    prefill_logits(full, ids)
     torch.testing.assert_close(one.step(5), full.step(5), atol=2e-5, rtol=0)
     assert attended(one.kv.state, 0).all()
 
 
 def test_bfloat16_steps_on_a_cpu_run_without_onednn(monkeypatch):
-    one, before, seen = runner_of(loaded("llama", dtype=torch.bfloat16)), torch.backends.mkldnn.enabled, []
+    one, before, seen = runner_of(load_tiny("llama", dtype=torch.bfloat16)), torch.backends.mkldnn.enabled, []
     run = attention_hook.forward
     monkeypatch.setattr(
         attention_hook, "forward", lambda *args, **kw: seen.append(torch.backends.mkldnn.enabled) or run(*args, **kw)
     )
-    prefilled(one, token_ids(9))
+    prefill_logits(one, token_ids(9))
     one.step(3)
     assert seen == [before, False]
     assert torch.backends.mkldnn.enabled == before
 
 
 def test_invalid_tokens_are_refused_and_not_stored():
-    model, ids = loaded("llama"), token_ids(90)
+    model, ids = load_tiny("llama"), token_ids(90)
     one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     for each in (one, undisturbed):
-        prefilled(each, ids)
+        prefill_logits(each, ids)
     for token in (-1, tiny_models.VOCAB):
-        for use in (one.step, lambda token: prefilled(one, [5, token])):
+        for use in (one.step, lambda token: prefill_logits(one, [5, token])):
             with pytest.raises(UsageError, match=f"no token {token}"):
                 use(token)
     assert one.kv.total == 90
@@ -165,7 +165,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("mode", CEILINGS)
 def test_steps_stay_within_their_operation_ceilings(bundled, mode):
     runner = runner_of(bundled, mode, **BUDGET[mode])
-    prefilled(runner, token_ids(STORED))
+    prefill_logits(runner, token_ids(STORED))
     counts = []
     for token in token_ids(WARM_UP + STEPS, seed=1):
         with Operations() as operations:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.integrity import check_integrity
-from support.tiny_runner import loaded, prefilled, runner_of
+from support.tiny_runner import load_tiny, prefill_logits, runner_of
 
 from kvchat.bench.external.baselines import as_written
 from kvchat.engine import runner
@@ -38,12 +38,12 @@ def limit_forwards(one, most: int, monkeypatch, from_layer: int = 0) -> list[int
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 @pytest.mark.parametrize("from_layer", [0, 3])
 def test_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_layer, monkeypatch):
-    model, ids = loaded("llama"), ids_of(200)
+    model, ids = load_tiny("llama"), ids_of(200)
     params = {"budget": 96, "sink": 8, "window": 32} if mode == "speculative" else {}
     one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
     one.least = 16
     tried = limit_forwards(one, 60, monkeypatch, from_layer)
-    torch.testing.assert_close(prefilled(one, ids), prefilled(undisturbed, ids), atol=2e-5, rtol=0)
+    torch.testing.assert_close(prefill_logits(one, ids), prefill_logits(undisturbed, ids), atol=2e-5, rtol=0)
     assert tried == [200, 100, 50, 50, 50, 50]
     check_integrity(one.kv.state)
     for token in (5, 6, 7):
@@ -51,32 +51,32 @@ def test_chunk_that_runs_out_of_memory_is_halved_until_it_fits(mode, from_layer,
 
 
 def test_prefill_fails_at_the_smallest_chunk_and_loses_nothing(monkeypatch):
-    model, ids = loaded("llama"), ids_of(200)
+    model, ids = load_tiny("llama"), ids_of(200)
     one, undisturbed = runner_of(model), runner_of(model)
     for each in (one, undisturbed):
-        prefilled(each, ids[:70])
+        prefill_logits(each, ids[:70])
     one.least = 20
     with monkeypatch.context() as patch:
         tried = limit_forwards(one, 10, patch)
         with pytest.raises(DoesNotFitError, match="reading the prompt"):
-            prefilled(one, ids[70:])
+            prefill_logits(one, ids[70:])
     assert tried == [130, 65, 32, 20]
     assert one.kv.total == 70
-    torch.testing.assert_close(prefilled(one, ids[70:]), prefilled(undisturbed, ids[70:]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(prefill_logits(one, ids[70:]), prefill_logits(undisturbed, ids[70:]), atol=2e-5, rtol=0)
 
 
 def test_planned_chunks_are_checked_before_the_forward(monkeypatch):
-    model, ids = loaded("llama"), ids_of(100)
+    model, ids = load_tiny("llama"), ids_of(100)
     one = runner_of(model)
     one.chunk = None
     monkeypatch.setattr(runner, "prefill_bytes_per_token", lambda model: 1000)
     monkeypatch.setattr(available, "free_bytes", lambda device: 10 * 2**30)
     tried = limit_forwards(one, 10**6, monkeypatch)
-    prefilled(one, ids)
+    prefill_logits(one, ids)
     assert tried == [100]
     monkeypatch.setattr(available, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"100 tokens after 100"):
-        prefilled(one, ids)
+        prefill_logits(one, ids)
     assert tried == [100]
     assert one.kv.total == 100
 
@@ -94,7 +94,7 @@ def on_gpu():
 def test_gpu_memory_of_prefill_stays_within_the_plan(on_gpu, chunk):
     one, ids = runner_of(on_gpu), ids_of(min(3000, on_gpu.context - 8))
     token_bytes = prefill_bytes_per_token(on_gpu)
-    prefilled(one, ids[:600])  # one-time allocations
+    prefill_logits(one, ids[:600])  # one-time allocations
     one.chunk = size = chunk or len(ids)
     new = len(ids) - 600
     last = min(size, new)
@@ -123,7 +123,7 @@ def test_prefill_on_a_gpu_matches_the_models_own_logits(on_gpu, chunk):
             own[name] = on_gpu.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     one = runner_of(on_gpu)
     one.chunk = chunk
-    logits = prefilled(one, ids)
+    logits = prefill_logits(one, ids)
     noise = float((own["sdpa"] - own["eager"]).norm())
     assert float((logits - own["sdpa"]).norm()) <= 2 * noise + 1e-3 * float(own["sdpa"].norm())
 
@@ -132,7 +132,7 @@ def test_prefill_on_a_gpu_matches_the_models_own_logits(on_gpu, chunk):
 
 
 def test_measuring_forward_runs_every_layer_and_stores_nothing():
-    model, seen = loaded("deepseek_v3"), []
+    model, seen = load_tiny("deepseek_v3"), []
 
     class Recording(WithoutAttention):
         def attention(self, layer, query, key, value, spec):

@@ -6,7 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
-from support.loads import entering
+from support.loads import load_in
 
 from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
@@ -262,7 +262,7 @@ def test_closed_session_frees_memory_without_garbage_collection():
 def test_truncated_session_selects_by_its_last_tokens_query(bundled, mode, params):
     """It used the query of the first dropped token, which sync keeps for a whole turn (audit, 20)."""
     ids = [300 + 7 * i % 700 for i in range(400)]
-    sessions = [Session(bundled, entering(mode, params)) for _ in range(2)]
+    sessions = [Session(bundled, load_in(mode, params)) for _ in range(2)]
     sessions[0].prefill(ids)
     sessions[1].prefill([*ids, *range(900, 940)])
     sessions[1].truncate(len(ids))

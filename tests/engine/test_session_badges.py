@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from support.integrity import stored_kv
-from support.loads import entering
+from support.loads import load_in
 from support.memory import Pins
 from support.message import lacks
 
@@ -50,7 +50,7 @@ def test_missing_graphs_and_kernels_have_a_badge(model):
 
 
 def test_mode_that_saves_no_memory_has_a_badge(model):
-    session = Session(model, entering("sync", {"offload": False}))
+    session = Session(model, load_in("sync", {"offload": False}))
     session.prefill([(7 * i) % 4000 + 10 for i in range(600)])
     (badge,) = session.snapshot().badges
     assert not lacks(badge, "sync", "100%", "full")
@@ -111,7 +111,7 @@ NEXT = 300
 @pytest.fixture
 def reduced(model):
     """A session in full mode whose later tokens were decoded with a budget of 64."""
-    session = Session(model, entering("streaming", EAGER))
+    session = Session(model, load_in("streaming", EAGER))
     list(session.answer(STORY, LONG))
     session.switch("full")
     assert session.snapshot().reduced_tokens > 0
@@ -161,7 +161,7 @@ def test_rebuild_of_exact_tokens_does_nothing(model):
 
 @pytest.mark.parametrize("mode", [mode for mode in mode_names() if mode != "full"])
 def test_switch_costs_what_its_price_says(bundled, mode):
-    session = Session(bundled, entering("full", mode_params={m: {"budget": 192} for m in BUDGETED}))
+    session = Session(bundled, load_in("full", mode_params={m: {"budget": 192} for m in BUDGETED}))
     session.prefill([10 + i % 500 for i in range(1000)])
     for to in (mode, "full"):
         price = next(price for price in session.prices() if price.mode == to)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.loads import entering
+from support.loads import load_in
 
 from kvchat.bench import model_shapes
 from kvchat.bench.frame import parsed
@@ -22,7 +22,7 @@ QUESTIONS = ("Tell me a story about a cat and a dog who lived by the sea and wer
 
 def test_only_streaming_continues_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    session, turns = Session(short, entering("streaming", {"budget": 64})), []
+    session, turns = Session(short, load_in("streaming", {"budget": 64})), []
     while session.total <= CONTEXT + 100:
         turns.append(Turn("user", QUESTIONS[0]))
         *_, finished = session.answer(turns, GREEDY)
@@ -41,7 +41,7 @@ def test_only_streaming_continues_beyond_the_context(model):
 
 def test_first_prompt_may_exceed_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    session = Session(short, entering("streaming", {"budget": 64}))
+    session = Session(short, load_in("streaming", {"budget": 64}))
     prompt = Turn("user", " ".join(QUESTIONS * 4))
     *_, finished = session.answer([prompt], GREEDY)
     assert finished.stats.prompt_tokens > CONTEXT
@@ -50,7 +50,7 @@ def test_first_prompt_may_exceed_the_context(model):
 
 def test_8_bit_pages_barely_change_logits_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
-    sessions = [Session(short, entering("streaming", {"budget": 64}, host_dtype=kept)) for kept in ("model", "int8")]
+    sessions = [Session(short, load_in("streaming", {"budget": 64}, host_dtype=kept)) for kept in ("model", "int8")]
     ids = torch.randint(300, 2000, (430,), generator=torch.Generator().manual_seed(0)).tolist()
     exact, quantized = ([session.prefill(ids)] for session in sessions)
     for token in ids[:30]:  # across the next half of the context, too

@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.attended_logits import logits_over_attended
 from support.integrity import check_integrity, stored_kv
-from support.loads import entering
+from support.loads import load_in
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
-from support.tiny_runner import PARAMS, loaded, token_ids
+from support.tiny_runner import PARAMS, load_tiny, token_ids
 from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
@@ -42,7 +42,7 @@ TOKENS, KEPT, LATER = 170, 140, token_ids(400, seed=3)
 
 @cache
 def tiny(name: str, device: str) -> LoadedModel:
-    return loaded(name, device, **ARCHITECTURES[name])
+    return load_tiny(name, device, **ARCHITECTURES[name])
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ EAGER = ("streaming", {"budget": 64, "R": 1, "sigma": 0, "delta": 0})
 def start(model: LoadedModel, row: str, operation: str) -> Conversation:
     """A session in a mode, with stored tokens, right before an operation."""
     mode, params = EAGER if operation == "rebuild" else PARAMS[row]
-    session = Session(model, entering(mode, params))
+    session = Session(model, load_in(mode, params))
     session.prefill(LATER[: TOKENS - 4])
     session._runner.chunk = 16 if operation == "prefill" else 64
     for token in LATER[TOKENS - 4 : TOKENS]:
@@ -203,7 +203,7 @@ def test_failed_draft_round_still_stores_its_token(device, count):
     """In a ring of slots, as on a GPU: rejected drafts leave it, and the tokens that they displaced come back."""
 
     def start():
-        session = Session(tiny("llama", device), entering("full", {"resident": 64, "draft": "lookup"}))
+        session = Session(tiny("llama", device), load_in("full", {"resident": 64, "draft": "lookup"}))
         session.prefill(LATER[:TOKENS])
         session._kv.mode.drafter.draft = lambda *_: [11, 12, 13]
         return session, Sampler(Sampling(temperature=0), session.model.vocab, session.model.device)

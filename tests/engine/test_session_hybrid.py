@@ -5,9 +5,9 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.grids import WHOLE
 from support.integrity import check_integrity
-from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
-from support.loads import entering
-from support.tiny_runner import loaded, prefilled, token_ids
+from support.kept_chat import OTHER, TALE, Chat, flip_byte, notes, resumed_from
+from support.loads import load_in
+from support.tiny_runner import load_tiny, prefill_logits, token_ids
 
 from kvchat.engine import prefix_cache, recovery
 from kvchat.engine.session import Session
@@ -50,7 +50,7 @@ def fresh_tokens(session: Session, started: Started) -> list[int]:
 @pytest.mark.parametrize("mode", ["freeze", "sync"])
 def test_second_and_regenerated_turns_match_a_fresh_session(hybrid, mode):
     params = {"freeze": {"recovery": False}, "sync": {"mem": 0.9}}.get(mode, {})
-    session = Session(hybrid, entering(mode, params))
+    session = Session(hybrid, load_in(mode, params))
     _, _, events = run_answer(session, HELLO)
     turns = (*HELLO, Turn("assistant", text_of(events)), QUESTION)
     second, started, _ = run_answer(session, turns)
@@ -63,7 +63,7 @@ def test_second_and_regenerated_turns_match_a_fresh_session(hybrid, mode):
 
 def test_recurrent_state_forgets_withdrawn_tokens(hybrid, monkeypatch):
     """Recovery goes back in the middle of an answer; what is stored then matches one prefill."""
-    session, plain = Session(hybrid, entering("freeze")), Session(hybrid)
+    session, plain = Session(hybrid, load_in("freeze")), Session(hybrid)
     alarms = iter([*[None] * 12, *[recovery.Trigger("entropy", 9.0)] * 200])
     monkeypatch.setattr(recovery.Signals, "add", lambda self, *args: next(alarms))
     sampling = Sampling(temperature=0.8, max_new_tokens=150, seed=1)
@@ -78,7 +78,7 @@ def test_recurrent_state_forgets_withdrawn_tokens(hybrid, monkeypatch):
 
 def test_rebuilt_conversation_matches_a_fresh_one(hybrid):
     """The state was computed with reduced context, too."""
-    session, fresh = Session(hybrid, entering("streaming", {"budget": 64, "R": 1, "sigma": 0})), Session(hybrid)
+    session, fresh = Session(hybrid, load_in("streaming", {"budget": 64, "R": 1, "sigma": 0})), Session(hybrid)
     run_answer(session, HELLO, Sampling(temperature=0, max_new_tokens=60))
     session.switch("full")
     reduced = session.step(5)
@@ -108,7 +108,7 @@ ASKED = 1 + len(TALE)  # with what the encoder puts before it
 
 def start_chat(tmp_path, name: str, **settings) -> Chat:
     """A conversation with one answered question."""
-    chat = Chat(tmp_path, loaded(name), **settings)
+    chat = Chat(tmp_path, load_tiny(name), **settings)
     chat.say("a", TALE)
     chat.answer()
     return chat
@@ -116,7 +116,7 @@ def start_chat(tmp_path, name: str, **settings) -> Chat:
 
 def resume(chat: Chat, tmp_path) -> tuple[Chat, list]:
     """The conversation in a later session, and the events of resuming it."""
-    later = Chat(tmp_path, loaded(chat.runner.model.name))
+    later = Chat(tmp_path, load_tiny(chat.runner.model.name))
     return later, list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
@@ -127,7 +127,7 @@ def assert_continue_alike(one: Chat, other: Chat) -> None:
 
 
 def next_logits(chat: Chat) -> list[torch.Tensor]:
-    first = prefilled(chat.runner, token_ids(40, seed=2))
+    first = prefill_logits(chat.runner, token_ids(40, seed=2))
     return [first, *(chat.runner.step(token) for token in token_ids(6, seed=3))]
 
 
@@ -140,7 +140,7 @@ def tokens_to_recompute(chat: Chat) -> int:
 def test_resumed_chat_continues_like_one_never_closed(tmp_path, name):
     chat = start_chat(tmp_path, name)
     later, events = resume(chat, tmp_path)
-    assert came_back(events) == (ASKED + 9, "disk")
+    assert resumed_from(events) == (ASKED + 9, "disk")
     assert later.stored.ids == chat.stored.ids
     assert tokens_to_recompute(later) == 0
     assert_continue_alike(later, chat)
@@ -162,14 +162,14 @@ def test_reopened_conversation_comes_from_memory(tmp_path):
     snapshots = sum(one.nbytes for one in chat.cache._parked["a"].snapshots)
     assert chat.cache.parked_bytes == chat.cache._parked["a"].pages.nbytes + snapshots > snapshots > 0
     back = list(chat.cache.resume("a", (Turn("user", never_left.stored.text[1:]),)))
-    assert came_back(back) == (ASKED + 9, "memory")
+    assert resumed_from(back) == (ASKED + 9, "memory")
     assert_continue_alike(chat, never_left)
 
 
 def test_shared_prefix_resumes_from_an_intermediate_state(tmp_path):
     chat = start_chat(tmp_path, "qwen3_5")
     later = Chat(tmp_path, chat.runner.model)
-    assert came_back(later.say("b", TALE + "and then")) == (ASKED - TAIL, "disk")
+    assert resumed_from(later.say("b", TALE + "and then")) == (ASKED - TAIL, "disk")
     fresh = Chat(tmp_path / "none", chat.runner.model)
     fresh.say("b", TALE + "and then")
     torch.testing.assert_close(later.logits, fresh.logits, rtol=1e-4, atol=1e-5)
@@ -183,7 +183,7 @@ def damage(chat: Chat, tmp_path, *which: int) -> None:
     states = file.end().states
     assert [state.tokens for state in states] == [ASKED - TAIL, ASKED + 9]
     for index in which:
-        flip(path, states[index].at + states[index].nbytes // 2)
+        flip_byte(path, states[index].at + states[index].nbytes // 2)
 
 
 def test_damaged_state_falls_back_to_the_one_before(tmp_path):
@@ -191,7 +191,7 @@ def test_damaged_state_falls_back_to_the_one_before(tmp_path):
     damage(chat, tmp_path, 1)
     later, events = resume(chat, tmp_path)
     assert "state is damaged" in notes(events)[0]
-    assert came_back(events) == (ASKED - TAIL, "disk")
+    assert resumed_from(events) == (ASKED - TAIL, "disk")
     assert later.stored.ids == chat.stored.ids[: ASKED - TAIL]
     damage(chat, tmp_path, 0)
     later, events = resume(chat, tmp_path)
@@ -222,13 +222,13 @@ def test_state_of_another_transformers_version_is_refused(tmp_path, monkeypatch)
     _, events = resume(chat, tmp_path)
     assert "another version of transformers" in notes(events)[0]
     monkeypatch.undo()
-    assert "version of transformers" not in prefix_cache.identity(loaded("llama"))
+    assert "version of transformers" not in prefix_cache.identity(load_tiny("llama"))
 
 
 def test_damaged_page_invalidates_the_states_after_it(tmp_path):
     chat = start_chat(tmp_path, "lfm2")
     path = tmp_path / "kv" / "a.kv"
-    flip(path, 4096 + 3 * chat.cache._file(path).record_bytes(False) - 1)
+    flip_byte(path, 4096 + 3 * chat.cache._file(path).record_bytes(False) - 1)
     later, events = resume(chat, tmp_path)
     assert "damaged" in notes(events)[0]
     assert (later.runner.kv.total, later.stored.ids) == (0, [])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.integrity import stored_kv
-from support.loads import entering
+from support.loads import load_in
 
 from kvchat.engine.prefix_cache import Job, SavedFolder, WriteBehind
 from kvchat.engine.prompt import Stored
@@ -134,7 +134,7 @@ def test_pages_quantized_during_writing_are_saved_as_they_are(session, unblock, 
 @pytest.mark.parametrize("kept_in", ["memory", "disk"])
 def test_resuming_without_turns_starts_a_new_conversation(model, tmp_path, kept_in):
     keeping = Keeping(2**30 * (kept_in == "memory"), 2**30 * (kept_in == "disk"), str(tmp_path))
-    session = Session(model, entering("streaming", {"budget": 64}, keeping=keeping))
+    session = Session(model, load_in("streaming", {"budget": 64}, keeping=keeping))
     turns = (Turn("system", "Be brief."), Turn("user", "My cat is called Biscuit. " * 30, pinned=True))
     answer = list(session.answer(turns, GREEDY, None, "one"))[-1].text
     ids, pins = list(session._loop.stored.ids), session._kv.state.pins

@@ -26,7 +26,7 @@ from support.byte_tokenizer import MARKERS, SIZE
 from support.integrity import check_integrity, stored_kv
 from support.memory_faults import PLACES, MemoryRunsOut
 from support.tiny_models import CONTEXT
-from support.tiny_runner import PARAMS, speaking
+from support.tiny_runner import PARAMS, load_tiny_with_bytes
 from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
@@ -48,7 +48,7 @@ NEAR = 1e-3
 PLACE = st.one_of(st.just(0), st.just(0), st.integers(1, 150), st.integers(1, 2000))  # 0: memory does not run out
 
 
-tiny = cache(speaking)
+tiny = cache(load_tiny_with_bytes)
 
 
 @pytest.fixture(autouse=True)

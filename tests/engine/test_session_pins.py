@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.loads import entering
+from support.loads import load_in
 
 from kvchat.engine.session import Session
 from kvchat.errors import TooMuchPinnedError
@@ -43,7 +43,7 @@ def assert_read(session: Session, text: str = "Biscuit") -> None:
 
 def test_pinned_messages_are_read_in_every_mode(bundled, tmp_path):
     keeping = Keeping(saved_bytes=2**30, folder=str(tmp_path))
-    session = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
+    session = Session(bundled, load_in("streaming", MODES["streaming"], keeping=keeping))
     run_answer(session, TURNS, "one")
     assert_read(session)
     assert "P" in session.snapshot().ribbon
@@ -62,7 +62,7 @@ def test_pinned_messages_are_read_in_every_mode(bundled, tmp_path):
     run_answer(session, TURNS, "one")  # answered again
     assert session._kv.state.pins == pins
     session.close()
-    again = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
+    again = Session(bundled, load_in("streaming", MODES["streaming"], keeping=keeping))
     list(again.resume("one", TURNS))
     assert again._kv.state.pins == pins
     again.step(5)
@@ -78,13 +78,13 @@ def test_pinned_system_prompt_is_read_after_resuming(bundled, tmp_path):
     keeping = Keeping(parked_bytes=2**30, saved_bytes=2**30, folder=str(tmp_path))
     turns = (Turn("system", "You are a sailor. " * 12), *(replace(turn, pinned=False) for turn in TURNS))
     params = {"budget": 64, "pin_system": True}
-    session = Session(bundled, entering("streaming", params, keeping=keeping))
+    session = Session(bundled, load_in("streaming", params, keeping=keeping))
     run_answer(session, turns, "one")
     pinned = session._kv.mode.pinned
     assert pinned > 60
     run_answer(session, (Turn("system", "Be brief."), Turn("user", "Hello")), "two")
     assert session._kv.mode.pinned < pinned
-    again = Session(bundled, entering("streaming", params, keeping=keeping))
+    again = Session(bundled, load_in("streaming", params, keeping=keeping))
     for each in (session, again):
         list(each.resume("one", turns))
         assert each._kv.mode.pinned == pinned
@@ -95,7 +95,7 @@ def test_pinned_system_prompt_is_read_after_resuming(bundled, tmp_path):
 
 
 def test_short_pinned_system_prompt_is_marked_in_the_ribbon(model):
-    session = Session(model, entering("streaming", {"budget": 64, "pin_system": True}))
+    session = Session(model, load_in("streaming", {"budget": 64, "pin_system": True}))
     run_answer(session, (Turn("system", "Be brief."), Turn("user", "Hello")))
     snapshot = session.snapshot()
     assert 0 < session._kv.mode.pinned < snapshot.cell_tokens // 2
@@ -108,7 +108,7 @@ def test_short_pinned_system_prompt_is_marked_in_the_ribbon(model):
     [(28, 0, "the system prompt 4.."), (13, 13, "the system prompt 2.. and the pinned messages 2..")],
 )
 def test_system_prompt_and_pinned_messages_share_one_limit(model, system, pinned, numbers):
-    session = Session(replace(model, context=500), entering("streaming", {"budget": 64, "pin_system": True}))
+    session = Session(replace(model, context=500), load_in("streaming", {"budget": 64, "pin_system": True}))
     turns = (Turn("system", LINE * system), Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned)))
     with pytest.raises(TooMuchPinnedError, match=rf"{numbers}. Of the 500 .* 250"):
         run_answer(session, turns)
@@ -127,7 +127,7 @@ def test_system_prompt_and_pinned_messages_share_one_limit(model, system, pinned
     ("budget", "pinned", "effective"), [(256, 13, range(200, 240)), (64, 13, [64]), (480, 0, [500 - 65])]
 )
 def test_streaming_never_reads_more_than_the_context(model, budget, pinned, effective):
-    session = Session(replace(model, context=500), entering("streaming", {"budget": budget}))
+    session = Session(replace(model, context=500), load_in("streaming", {"budget": budget}))
     first = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
     run_answer(session, (first, Turn("assistant", "Yes."), Turn("user", LINE * (23 - pinned))))
     assert session.snapshot().params["budget"] in effective
@@ -144,7 +144,7 @@ def test_prompt_beyond_the_context_reads_pinned_messages(model):
     small, read = replace(model, context=500), []
     story = tuple(turn for i in range(20) for turn in (Turn("user", f"{LINE * 2}{i}"), Turn("assistant", f"ok {i}")))
     for is_pinned in (True, False):
-        session = Session(small, entering("streaming", {"budget": 96}))
+        session = Session(small, load_in("streaming", {"budget": 96}))
         first = (Turn("user", f"My cat is called Biscuit. {LINE}", pinned=is_pinned), Turn("assistant", "I see."))
         run_answer(session, (*first, *story, Turn("user", "What is my cat called?")))
         keys, _ = session._kv.state.host.dense(model.layers - 1, session.total)
@@ -159,7 +159,7 @@ def test_pinned_system_prompt_is_found_in_the_last_question(model):
         "{% for m in messages[1:] %}{{ '<|' + m.role + '|>' }}{% if loop.last %}{{ messages[0].content }}{% endif %}"
         "{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
     )
-    session = Session(replace(model, tokenizer=tokenizer), entering("streaming", {"budget": 64, "pin_system": True}))
+    session = Session(replace(model, tokenizer=tokenizer), load_in("streaming", {"budget": 64, "pin_system": True}))
     plain = tuple(replace(turn, pinned=False) for turn in TURNS)
     turns = (Turn("system", "You are a sailor. " * 12), *plain[:-1], Turn("user", FILLER))
     run_answer(session, turns)

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 from pydantic import BaseModel
-from support.loads import entering
+from support.loads import load_in
 
 import kvchat
 from kvchat.cli import chat, options, profile
@@ -84,7 +84,7 @@ def record_walks(monkeypatch, owner, name):
 def test_token_enters_few_files(model, mode, monkeypatch):
     """An ordinary token enters the files that all of twelve enter; full pages and timed samples enter more."""
     monkeypatch.setattr(rows, "SAMPLE_S", float("inf"))  # tracing makes every token slow enough for one
-    answer = Session(model, entering(mode, MODES[mode])).answer(STORY, Sampling(temperature=1, seed=5))
+    answer = Session(model, load_in(mode, MODES[mode])).answer(STORY, Sampling(temperature=1, seed=5))
     next(event for event in answer if isinstance(event, Text))
     tokens = []
     for _ in range(12):

@@ -12,7 +12,7 @@ from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import TOTAL, Refused, gpu
 from support.fake_cuda.races import Race
 from support.integrity import check_integrity
-from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
+from support.tiny_runner import load_tiny, mode_of, prefill_logits, runner_of, token_ids
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.errors import DoesNotFitError
@@ -36,7 +36,7 @@ def side():
 @cache
 def llama(dtype: torch.dtype) -> LoadedModel:
     """One layer that may read everything and one after it: the interpreter is slow."""
-    return loaded("llama", "cuda", dtype, num_hidden_layers=2)
+    return load_tiny("llama", "cuda", dtype, num_hidden_layers=2)
 
 
 def ones(n: int = 8) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_a_recall_that_is_not_waited_for_is_a_race(monkeypatch):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "speculative-reuse"))
     one.graphs = GraphRunner(one.kv, None)
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     one.step(1)
     monkeypatch.setattr(SideStream, "join", lambda self: None)
     with pytest.raises(Race):
@@ -184,7 +184,7 @@ def test_a_conversation_frees_all_its_memory():
     gc.collect()
     before = gpu.allocated, dict(gpu.pinned)
     one = ModelRunner(model, mode_of(model, "full"))
-    prefilled(one, token_ids(100))
+    prefill_logits(one, token_ids(100))
     for mode in ("speculative", "freeze", "sync", "streaming"):
         with torch.inference_mode():
             one.kv.switch(mode_of(model, mode))
@@ -201,7 +201,7 @@ def test_corrected_pages_are_counted_once(tau):
     """A correction replaces what was already counted: the hit rate was computed over twice as much (audit, 3)."""
     model = llama(torch.float32)
     one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=tau)
-    prefilled(one, token_ids(300))
+    prefill_logits(one, token_ids(300))
     slots, transfer = one.kv.state.slots[-1], one.kv.state.transfer
     one.step(1)
     before = transfer.totals.wanted
@@ -271,7 +271,7 @@ def test_events_complete_at_random_and_end_races():
 def test_steps_with_unfinished_events_are_not_timed(monkeypatch):
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, "speculative"))
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     monkeypatch.setattr(gpu, "behind", True)
     for token in token_ids(6, seed=1):
         one.step(token)
@@ -282,12 +282,12 @@ def test_steps_with_unfinished_events_are_not_timed(monkeypatch):
 def test_a_conversation_continues_after_a_prompt_that_does_not_fit(monkeypatch):
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, "streaming"))
-    prefilled(one, token_ids(100))
+    prefill_logits(one, token_ids(100))
     monkeypatch.setattr(gpu, "total", gpu.allocated + 2**15)
     with pytest.raises(DoesNotFitError):
-        prefilled(one, token_ids(100, seed=1))
+        prefill_logits(one, token_ids(100, seed=1))
     monkeypatch.setattr(gpu, "total", TOTAL)
-    prefilled(one, token_ids(100, seed=1))
+    prefill_logits(one, token_ids(100, seed=1))
     for token in token_ids(3, seed=2):
         one.step(token)
     assert one.kv.total == 203
@@ -299,7 +299,7 @@ def test_recall_in_graphs_is_timed_by_events(row, monkeypatch):
     monkeypatch.setattr(gpu, "go_on", lambda stream: gpu.through.update({stream: gpu.recorded}))
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, row))
-    prefilled(one, token_ids(150))
+    prefill_logits(one, token_ids(150))
     for token in token_ids(12, seed=1):
         one.step(token)
     steps = one.kv.state.transfer.timer.steps
@@ -318,7 +318,7 @@ def test_kernels_and_graphs_work_with_other_device_addresses(row, monkeypatch):
     eager.graphs = GraphRunner(eager.kv, None)
     host = one.kv.state.host
     for each in (one, eager):
-        prefilled(each, token_ids(host.capacity - 2))
+        prefill_logits(each, token_ids(host.capacity - 2))
     addresses = set()
     for token in token_ids(5, seed=1):
         assert torch.equal(one.step(token), eager.step(token))
@@ -336,7 +336,7 @@ def test_an_answer_continues_when_pinning_fails_and_graphs_return(monkeypatch):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "speculative"))
     host, tokens = one.kv.state.host, iter(token_ids(400, seed=1))
-    prefilled(one, token_ids(host.capacity - 6))
+    prefill_logits(one, token_ids(host.capacity - 6))
     one.step(next(tokens))
     monkeypatch.setattr(gpu, "pinnable", sum(gpu.pinned.values()))
     held = dict(gpu.pinned)
@@ -346,7 +346,7 @@ def test_an_answer_continues_when_pinning_fails_and_graphs_return(monkeypatch):
     assert held.items() <= gpu.pinned.items(), "pinned memory stays pinned"
     full, stored = host.capacity, one.kv.total
     monkeypatch.setattr(gpu, "pinnable", 2**40)
-    prefilled(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as steps would, but faster
+    prefill_logits(one, [next(tokens) for _ in range(full - one.kv.total - 2)])  # as steps would, but faster
     assert host.capacity == full
     while host.capacity == full:
         one.step(next(tokens))
@@ -390,7 +390,7 @@ def test_quantized_weights_are_fused_like_16_bit_ones(tmp_path, monkeypatch, kin
         one = ModelRunner(model, mode_of(model, "streaming"))
         one.graphs = GraphRunner(one.kv, None)
         one.chunk = 64  # otherwise a long prompt is timed, which is slow in the interpreter
-        read = prefilled(one, token_ids(40))
+        read = prefill_logits(one, token_ids(40))
         before = gpu.order.number
         logits[way] = torch.stack([read, one.step(1)])
         launches[way] = gpu.order.number - before

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.dense_attention import TOLERANCE, causal, rotated
-from support.tiny_runner import loaded
+from support.tiny_runner import load_tiny
 
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, OutOfMemoryError
@@ -156,7 +156,7 @@ OTHERS = [
 
 @pytest.fixture
 def session():
-    opened = Session(loaded("llama", num_hidden_layers=2))
+    opened = Session(load_tiny("llama", num_hidden_layers=2))
     yield opened
     opened.close()
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support.eight_bit_run import EightBitRun
-from support.grids import thinned
+from support.grids import sampled
 from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
@@ -30,7 +30,7 @@ PLAIN = ("plain", "plain")
 # ---- truncation
 
 
-@pytest.mark.parametrize(("row", "to"), thinned(CORE, [0, 3, 17, 100, 158, 159]))
+@pytest.mark.parametrize(("row", "to"), sampled(CORE, [0, 3, 17, 100, 158, 159]))
 def test_tokens_written_after_a_truncation_are_read(row, to):
     """Each mode's two core rows with one length each, all in the long form; ``test_properties`` has any."""
     run = Run.of_row(row, toy(PLAIN, page=8)).begun(135, 25)

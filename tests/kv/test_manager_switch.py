@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.memory import stored_rows, tensors_of
 from support.memory_faults import NO_MEMORY, PLACES, MemoryRunsOut
 from support.mode_rows import CORE, FIRST, MIXED, ROWS
@@ -144,7 +144,7 @@ NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "stre
 def test_recall_order_and_delays_do_not_change_outputs(row, monkeypatch):
     plain, run = (Run.of_row(row, toy(PLAIN, page=8, kv_heads=4)) for _ in range(2))
     for one in (plain, run):
-        as_on_a_gpu(one.kv)
+        use_gpu_path(one.kv)
         one.kv.state.host.pageable_reason = "so that copies are picked"
     plain.prefill(150)
     expected = [plain.step() for _ in range(20)]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.dense_attention import assert_near
 from support.integrity import check_integrity
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
@@ -115,7 +115,7 @@ def test_full_mode_does_not_depend_on_resident_tokens(data, dtype, fixed_shapes)
     resident = data.draw(st.one_of(st.integers(64, 100), st.just(10_000)))
     runs = [Run(model, "full"), Run(model, "full", resident=resident)]
     if fixed_shapes:
-        as_on_a_gpu(runs[1].kv)
+        use_gpu_path(runs[1].kv)
     around = [1, page - 1, page, page + 1, 4 * page, min(resident, 100) - 1, min(resident, 100), 101]
     for length in data.draw(st.lists(st.sampled_from(around), min_size=1, max_size=3)):
         for run in runs:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.integrity import check_integrity
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu, decode_step, forward
+from support.kv_steps import decode_step, forward, use_gpu_path
 from support.mode_rows import FIRST, MET, MIXED, ROWS
 from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -77,7 +77,7 @@ def unwatched(do: Callable) -> Callable:
 def test_decode_steps_read_nothing_back_and_keep_their_shapes(row):
     kinds = MIXED if row in ("full", "streaming") else ("plain", "window" if row in FIRST.values() else "sinks")
     run, picking = (Run.of_row(row, toy(kinds, page=8)) for _ in range(2))
-    as_on_a_gpu(run.kv)
+    use_gpu_path(run.kv)
     for one in (run, picking):
         one.prefill(150)
         one.step()
@@ -110,7 +110,7 @@ def test_decode_steps_stay_within_stored_host_memory(row, monkeypatch):
     """Memory that is not committed is not pinned: a GPU that reads it kills the process."""
     mode, params = ROWS[row]
     run = Run(toy(MIXED, page=8), mode, **params)
-    as_on_a_gpu(run.kv)
+    use_gpu_path(run.kv)
     run.prefill(150)
     gathered, g = [], run.toy.geometry
 

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 from support import tiny_models
-from support.grids import WHOLE, thinned
-from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
+from support.grids import WHOLE, sampled
+from support.tiny_runner import load_tiny, mode_of, prefill_logits, runner_of, token_ids
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvchat.engine.runner import ModelRunner
@@ -47,7 +47,7 @@ def test_chunked_prefill_decode_and_second_turn_equal_eager(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    thinned(["llama", "gemma2", "gpt_oss", "deepseek_v3"], [torch.bfloat16, torch.float16]),
+    sampled(["llama", "gemma2", "gpt_oss", "deepseek_v3"], [torch.bfloat16, torch.float16]),
     ids=str,
 )
 def test_half_precision_stays_within_its_tolerance(name, dtype):
@@ -107,7 +107,7 @@ MODES = {
 
 @functools.cache
 def model_of(name: str):
-    return loaded(name)
+    return load_tiny(name)
 
 
 @functools.cache
@@ -135,26 +135,26 @@ def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]
     return tokens
 
 
-@pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID if WHOLE else tiny_models.STATES, [*MODES]))
+@pytest.mark.parametrize(("name", "mode"), sampled(tiny_models.HYBRID if WHOLE else tiny_models.STATES, [*MODES]))
 def test_rewound_hybrids_give_the_same_answers(name, mode):
     """Regenerating, continuing a stopped answer, an edited question, and a question after a truncation."""
     runner = runner_of_mode(name, mode)
-    assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
+    assert greedy(runner, prefill_logits(runner, PROMPT)) == generated(name)
     runner.truncate(len(PROMPT) - 1)
-    answer = greedy(runner, prefilled(runner, PROMPT[-1:]))
+    answer = greedy(runner, prefill_logits(runner, PROMPT[-1:]))
     assert answer == generated(name)
     runner.truncate(len(PROMPT) + 5)
     assert greedy(runner, runner.step(answer[5]), NEW - 6) == answer[6:]
     runner.truncate(70)
-    assert greedy(runner, prefilled(runner, PROMPT[70:])) == generated(name)
+    assert greedy(runner, prefill_logits(runner, PROMPT[70:])) == generated(name)
     runner.truncate(len(PROMPT))
-    assert greedy(runner, prefilled(runner, token_ids(20, seed=1))) == generated(name, 20)
+    assert greedy(runner, prefill_logits(runner, token_ids(20, seed=1))) == generated(name, 20)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "jamba", "falcon_h1", "lfm2"])
 def test_a_failed_step_leaves_no_trace(name, monkeypatch):
     runner = runner_of(model_of(name))
-    logits = prefilled(runner, PROMPT)
+    logits = prefill_logits(runner, PROMPT)
     begun = greedy(runner, logits, 5)
     last = model_of(name).model.get_decoder().layers[-1]
     with monkeypatch.context() as patch:
@@ -174,7 +174,7 @@ def failing(*args, **kwargs):
 
 def test_recomputing_the_state_changes_no_stored_kv():
     runner = runner_of(model_of("qwen3_next"))
-    greedy(runner, prefilled(runner, PROMPT))
+    greedy(runner, prefill_logits(runner, PROMPT))
     kept = len(PROMPT) + 9
     before = [runner.kv.state.host.dense(layer, kept) for layer in range(2)]
     runner.truncate(kept)
@@ -202,7 +202,7 @@ def test_snapshots_thin_out_and_the_nearest_is_restored():
     ids = token_ids(470)
     runner.chunk = 30
     for start in range(0, 470, 47):
-        prefilled(runner, ids[start : start + 47])
+        prefill_logits(runner, ids[start : start + 47])
     state = runner.recurrent
     kept = [snapshot.tokens for snapshot in state._snapshots]
     assert len(kept) == SNAPSHOTS
@@ -215,7 +215,7 @@ def test_snapshots_thin_out_and_the_nearest_is_restored():
 
 def test_snapshots_are_taken_during_a_long_answer():
     runner = runner_of(model_of("lfm2"))
-    prefilled(runner, PROMPT[:20])
+    prefill_logits(runner, PROMPT[:20])
     for token in token_ids(EVERY + 5):
         runner.step(token)
     runner.truncate(runner.kv.total - 3)

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import constants, hf_api
 from support import tiny_models
 from support.fake_hub import FakeHub
-from support.model_folders import declare, planned
+from support.model_folders import planned_bytes, set_quantization
 from support.progress import silent
 
 from kvchat import paths
@@ -29,7 +29,7 @@ def hub(llama_folder, tmp_path_factory, monkeypatch):
         rows, columns = stored.pop(name).shape
         stored[name.replace("weight", "qweight")] = torch.zeros(columns // 8, rows, dtype=torch.int32)
     safetensors.torch.save_file(stored, file, {"format": "pt"})
-    declare(llama_folder, {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"})
+    set_quantization(llama_folder, {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"})
     with FakeHub("org/model", llama_folder).serve() as hub:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -42,7 +42,9 @@ def hub(llama_folder, tmp_path_factory, monkeypatch):
 
 
 def test_a_quantized_hub_model_is_planned_from_weight_headers(hub):
-    assert planned("org/model") == planned(hub.folder) < quantization.weight_bytes(tiny_models.fresh("llama"))
+    assert (
+        planned_bytes("org/model") == planned_bytes(hub.folder) < quantization.weight_bytes(tiny_models.fresh("llama"))
+    )
     assert 0 < hub.weight_bytes < (hub.folder / "model.safetensors").stat().st_size
 
 
@@ -75,7 +77,7 @@ def test_damaged_headers_are_refused(hub):
     (hub.folder / "model.safetensors").write_bytes(b"no")
     for model, refusal in ((hub.folder, "is damaged"), ("org/model", "cannot be downloaded.*safetensors")):
         with pytest.raises(ModelError, match=refusal):
-            planned(model)
+            planned_bytes(model)
 
 
 @pytest.mark.parametrize(

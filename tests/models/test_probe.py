@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import tiny_models
-from support.grids import thinned
+from support.grids import sampled
 
 from kvchat.kv.rope import cos_sin, rotate
 from kvchat.models import attention_hook
@@ -42,7 +42,7 @@ NO_STREAMING = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), thinned(ROTATIONS, [torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), sampled(ROTATIONS, [torch.float32, torch.bfloat16]), ids=str)
 def test_the_rotation_of_every_layer_is_found(name, dtype):
     seen = probe(tiny_models.model(name, dtype))
     found = [r and (2 * r.inv_freq.numel(), r.interleaved, r.offset) for r in seen.rotations]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.byte_tokenizer import byte_level
-from support.tiny_runner import Wordless
+from support.tiny_runner import EmptyTokenizer
 from tokenizers import normalizers
 from torch import nn
 
@@ -194,6 +194,6 @@ def test_tokenizer_digests_cover_all_that_affects_ids():
 
 
 def test_the_digest_of_a_tokenizer_without_backend_is_its_vocabulary():
-    one, other = (Wordless(vocabulary={"a": index}) for index in (1, 2))
-    assert load.digest_of_tokenizer(one) == load.digest_of_tokenizer(Wordless(vocabulary={"a": 1}))
+    one, other = (EmptyTokenizer(vocabulary={"a": index}) for index in (1, 2))
+    assert load.digest_of_tokenizer(one) == load.digest_of_tokenizer(EmptyTokenizer(vocabulary={"a": 1}))
     assert load.digest_of_tokenizer(one) != load.digest_of_tokenizer(other)

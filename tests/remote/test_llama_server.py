@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from support.fake_server import asked, broken_off, said
+from support.fake_server import events_of, interrupted, text_of
 
 from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Prefilled, Sampling, Started, Turn
@@ -24,16 +24,16 @@ def test_the_server_and_its_model_are_recognized(llama, connect):
 
 def test_a_conversation_is_answered_and_its_prefix_reused(llama, connect):
     session = connect(llama.url)
-    events = asked(session, (FACT,), GREEDY)
+    events = events_of(session, (FACT,), GREEDY)
     started = events[0]
     assert isinstance(started, Started)
     assert any(isinstance(event, Prefilled) for event in events)
     finished = events[-1]
-    assert finished.text == said(events)
+    assert finished.text == text_of(events)
     assert finished.stats.generated_tokens <= 12
     assert finished.stats.decode_tokens_per_s > 0
     turns = (FACT, Turn("assistant", finished.text), Turn("user", "What is my cat called?"))
-    again = asked(session, turns, GREEDY)[-1].stats
+    again = events_of(session, turns, GREEDY)[-1].stats
     assert again.reused_tokens >= finished.stats.prompt_tokens - 1
     assert again.prompt_tokens > finished.stats.total_tokens
     snapshot = session.snapshot()
@@ -52,20 +52,20 @@ def test_a_stop_frees_the_server(llama, connect):
         session.details()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert said(asked(session, (FACT,), GREEDY))
+    assert text_of(events_of(session, (FACT,), GREEDY))
 
 
 def test_a_conversation_longer_than_the_context_is_refused(llama, connect):
     session = connect(llama.url)
     with pytest.raises(DoesNotFitError, match=r"512") as refused:
-        asked(session, (Turn("user", "word " * 600),), GREEDY)
+        events_of(session, (Turn("user", "word " * 600),), GREEDY)
     assert "tokens asked" in refused.value.detail
-    assert said(asked(session, (FACT,), GREEDY))
+    assert text_of(events_of(session, (FACT,), GREEDY))
 
 
 def test_metrics_of_the_server_are_read_on_request(llama, connect):
     session = connect(llama.url)
-    asked(session, (FACT,), GREEDY)
+    events_of(session, (FACT,), GREEDY)
     assert session.snapshot().server.running is None  # not requested yet
     session.details()
     figures = session.snapshot().server
@@ -81,13 +81,13 @@ def test_a_killed_server_is_found_again_after_its_restart(connect):
 
     with LlamaServer(context=512) as server:
         session = connect(server.url)
-        text, error = broken_off(session.answer((FACT,), Sampling(max_new_tokens=400)), server.kill)
+        text, error = interrupted(session.answer((FACT,), Sampling(max_new_tokens=400)), server.kill)
         assert text
         assert isinstance(error, EngineError)
         with pytest.raises(EngineError, match="No server answers"):
-            asked(session, (FACT,), GREEDY)
+            events_of(session, (FACT,), GREEDY)
     with LlamaServer(context=512, port=server.port):
-        assert said(asked(session, (FACT,), GREEDY))
+        assert text_of(events_of(session, (FACT,), GREEDY))
 
 
 def test_two_concurrent_sessions_get_their_own_answers(llama, connect):
@@ -95,7 +95,7 @@ def test_two_concurrent_sessions_get_their_own_answers(llama, connect):
     texts: dict[int, str] = {}
 
     def ask(place):
-        texts[place] = said(asked(sessions[place], (FACT,), GREEDY))
+        texts[place] = text_of(events_of(sessions[place], (FACT,), GREEDY))
 
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
     for thread in threads:

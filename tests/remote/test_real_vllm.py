@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.fake_server import asked, said
+from support.fake_server import events_of, text_of
 from support.llama_server import free_port
 
 from kvchat import paths
@@ -66,7 +66,7 @@ def test_real_vllm_reuses_the_prefix_of_each_turn(vllm, connect):
     assert (session.info.server, session.info.context) == ("vLLM", 2048)
     turns, before = [STORY], 0
     for number in range(3):
-        finished = asked(session, turns, GREEDY)[-1]
+        finished = events_of(session, turns, GREEDY)[-1]
         assert finished.stats.generated_tokens <= 12
         assert finished.stats.reused_tokens >= before // 16 * 16 - 16 * (number > 0)  # whole blocks
         before = finished.stats.prompt_tokens
@@ -93,11 +93,11 @@ def test_real_vllm_stops_when_the_client_disconnects(vllm, connect):
         assert time.monotonic() < deadline
         time.sleep(0.2)
         session.details()
-    assert said(asked(session, (STORY,), GREEDY))
+    assert text_of(events_of(session, (STORY,), GREEDY))
 
 
 def test_real_vllm_refuses_a_prompt_longer_than_its_context(vllm, connect):
     session = connect(vllm)
     with pytest.raises(DoesNotFitError, match="2048"):
-        asked(session, (Turn("user", "word " * 4000),), GREEDY)
-    assert said(asked(session, (STORY,), GREEDY))
+        events_of(session, (Turn("user", "word " * 4000),), GREEDY)
+    assert text_of(events_of(session, (STORY,), GREEDY))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.command_line import run_in_turn
+from support.command_line import run_in_sequence
 from support.environment import environ
 
 from kvchat import libraries
@@ -21,7 +21,7 @@ from kvchat.tui.models import of_servers
 def test_only_the_answer_is_printed_to_stdout(serve):
     server = serve()
     ask = ("ask", "Hi.", "-m", server.url)
-    done, as_json = run_in_turn([(*ask, "--stats"), (*ask, "--json")], environ())
+    done, as_json = run_in_sequence([(*ask, "--stats"), (*ask, "--json")], environ())
     assert (done.code, done.out) == (0, "Hello.\n")
     assert "vLLM" in done.err
     assert "prompt_tokens" in done.err
@@ -40,7 +40,7 @@ CODES = {
 
 @pytest.mark.slow("commands in a process of their own")
 def test_refusals_have_an_exit_code_and_no_traceback():
-    for one, (words, code) in zip(run_in_turn([*CODES], environ()), CODES.items(), strict=True):
+    for one, (words, code) in zip(run_in_sequence([*CODES], environ()), CODES.items(), strict=True):
         assert (one.code, one.out) == (code, ""), words
         assert "Traceback" not in one.err
         assert "geheim" not in one.err
@@ -49,7 +49,7 @@ def test_refusals_have_an_exit_code_and_no_traceback():
 @pytest.mark.slow("commands in a process of their own")
 def test_models_of_configured_servers_are_listed(serve):
     server = serve("LM Studio")
-    as_json, table = run_in_turn([("models", "--json"), ("models",)], environ(KVCHAT_MODEL_SERVERS=server.url))
+    as_json, table = run_in_sequence([("models", "--json"), ("models",)], environ(KVCHAT_MODEL_SERVERS=server.url))
     name = f"{server.url}#gemma"
     row = {row["name"]: row for row in json.loads(as_json.out)}[name]
     assert (row["kind"], row["type"]) == ("LM Studio", "Q4_K_M · context 4,096 · loaded")

@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 
 import pytest
-from support.fake_server import BREAK, HELLO, HI, WAIT, asked, broken_off, delta, said, usage
+from support.fake_server import BREAK, HELLO, HI, WAIT, delta, events_of, interrupted, text_of, usage
 
 from kvchat import thoughts
 from kvchat.errors import DoesNotFitError, EngineError, ModelError, UsageError
@@ -29,9 +29,9 @@ def test_a_session_needs_no_torch(serve, connect):
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang", "Ollama", "LM Studio", "transformers serve"])
 def test_an_answer_has_text_and_token_counts(serve, connect, kind):
-    started, *texts, finished = asked(connect(serve(kind).url))
+    started, *texts, finished = events_of(connect(serve(kind).url))
     assert isinstance(started, Started)
-    assert said(texts) == "Hello."
+    assert text_of(texts) == "Hello."
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.text) == ("eos", "Hello.")
     stats = finished.stats
@@ -47,9 +47,9 @@ def test_reasoning_is_the_thought_even_without_an_answer(serve, connect, field):
         delta(content="Hello"),
         delta(content=".", reason="stop"),
     ]
-    *_, finished = asked(connect(serve(frames=frames).url))
+    *_, finished = events_of(connect(serve(frames=frames).url))
     assert thoughts.split(finished.text) == ("It is a greeting.", "Hello.")
-    *_, finished = asked(connect(serve(frames=[delta(**{field: "Hm."}), delta(reason="stop")]).url))
+    *_, finished = events_of(connect(serve(frames=[delta(**{field: "Hm."}), delta(reason="stop")]).url))
     assert thoughts.split(finished.text, ending=finished.reason) == ("Hm.", "")
 
 
@@ -58,19 +58,19 @@ def test_unstreamed_answers_are_accepted(serve, connect):
     message = {"role": "assistant", "content": "Hello.", "reasoning_content": "Hm."}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     whole = {**usage(11, 2), "object": "chat.completion", "choices": [choice]}
-    started, *texts, finished = asked(connect(serve(frames=whole).url))
+    started, *texts, finished = events_of(connect(serve(frames=whole).url))
     assert isinstance(started, Started)
-    assert thoughts.split(said(texts)) == ("Hm.", "Hello.")
+    assert thoughts.split(text_of(texts)) == ("Hm.", "Hello.")
     assert (finished.reason, finished.stats.prompt_tokens, finished.stats.generated_tokens) == ("eos", 11, 2)
     with pytest.raises(EngineError, match="invalid answer"):
-        asked(connect(serve(frames={"answer": "Hello."}).url))
+        events_of(connect(serve(frames={"answer": "Hello."}).url))
     with pytest.raises(EngineError, match="Vision add-on"):
-        asked(connect(serve(frames={"error": {"message": "Vision add-on is not loaded"}}).url))
+        events_of(connect(serve(frames={"error": {"message": "Vision add-on is not loaded"}}).url))
 
 
 def test_reused_tokens_are_counted(serve, connect):
     session = connect(serve(frames=[*HELLO[:-1], usage(11, 2, cached=8)]).url)
-    *_, finished = asked(session)
+    *_, finished = events_of(session)
     assert finished.stats.reused_tokens == 8
     figures = session.snapshot().server
     assert (figures.prompt_tokens, figures.reused_tokens, figures.kind) == (11, 8, "vLLM")
@@ -84,7 +84,7 @@ def test_prompt_progress_and_timings_are_used(serve, connect):
         delta(content="two tokens") | {"timings": timings | {"draft_n": 4, "draft_n_accepted": 3}},
         delta(reason="stop"),
     ]
-    started, *progress, _, finished = asked(connect(serve(frames=frames).url))
+    started, *progress, _, finished = events_of(connect(serve(frames=frames).url))
     assert (started.prompt_tokens, started.reused_tokens) == (30, 10)
     assert progress == [Prefilled(5, 20), Prefilled(20, 20)]
     stats = finished.stats
@@ -98,9 +98,9 @@ def test_figures_missing_in_an_older_server_are_left_out(serve, connect):
         delta(content="two ") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
         delta(content="tokens", reason="stop") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
     ]
-    started, progress, *texts, finished = asked(connect(serve(frames=frames).url))
+    started, progress, *texts, finished = events_of(connect(serve(frames=frames).url))
     assert (started.prompt_tokens, started.reused_tokens, progress) == (30, 0, Prefilled(30, 30))
-    assert said(texts) == "two tokens"
+    assert text_of(texts) == "two tokens"
     stats = finished.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.decode_tokens_per_s) == (30, 2, 9.5)
 
@@ -111,14 +111,14 @@ def test_figures_missing_in_an_older_server_are_left_out(serve, connect):
 )
 def test_finish_reasons_are_translated(serve, connect, reason, tokens, ending):
     frames = [delta(content="a"), delta(reason=reason), usage(11, tokens)]
-    *events, finished = asked(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
+    *events, finished = events_of(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
     assert finished.reason == ending
     assert not [event for event in events if isinstance(event, Noted)]
 
 
 @pytest.mark.parametrize("reason", ["abort", "content_filter", "tool_calls"])
 def test_other_finish_reasons_are_noted(serve, connect, reason):
-    *_, noted, finished = asked(connect(serve(frames=[delta(content="a"), delta(reason=reason)]).url))
+    *_, noted, finished = events_of(connect(serve(frames=[delta(content="a"), delta(reason=reason)]).url))
     assert reason in noted.text
     assert finished.text == "a"
 
@@ -135,7 +135,7 @@ def test_the_whole_conversation_and_only_set_options_are_sent(serve, connect):
         Turn("assistant", "<think>\nhm\n</think>\n\nB"),
         Turn("user", "C"),
     )
-    asked(session, turns, Sampling(temperature=0.5, top_k=3, stop=("x",), max_new_tokens=9))
+    events_of(session, turns, Sampling(temperature=0.5, top_k=3, stop=("x",), max_new_tokens=9))
     (sent,) = server.asked
     assert [(one["role"], one["content"]) for one in sent["messages"]] == [
         ("system", "Be kind."), ("user", "A"), ("assistant", "B"), ("user", "C"),
@@ -152,18 +152,18 @@ def test_a_resumed_answer_is_sent_without_earlier_thoughts(serve, connect):
     server = serve()
     done = Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>")
     begun = [Turn("assistant", "<think>\nhm") for _ in range(2)]
-    asked(connect(server.url), (*HI, done, Turn("user", "And </think>?"), begun[0], Turn("user", "And?"), begun[1]))
+    events_of(connect(server.url), (*HI, done, Turn("user", "And </think>?"), begun[0], Turn("user", "And?"), begun[1]))
     (sent,) = server.asked
     assert sent["continue_final_message"]
     assert not sent["add_generation_prompt"]
-    said = [one["content"] for one in sent["messages"]]
-    assert said == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "an unfinished thought is empty"
+    contents = [one["content"] for one in sent["messages"]]
+    assert contents == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "an unfinished thought is empty"
 
 
 @pytest.mark.parametrize("begun", [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")])
 def test_an_unfinished_thought_is_resumed_as_one(serve, connect, begun):
     frames = [delta(reasoning=" a"), delta(reasoning=" greeting."), delta(content="Hello.", reason="stop")]
-    *_, finished = asked(connect(serve(frames=frames).url), (*HI, begun))
+    *_, finished = events_of(connect(serve(frames=frames).url), (*HI, begun))
     assert thoughts.split(begun.content + finished.text, begun.thought) == ("It is a greeting.", "Hello.")
     assert "<think>" not in finished.text
 
@@ -171,7 +171,7 @@ def test_an_unfinished_thought_is_resumed_as_one(serve, connect, begun):
 def test_thinking_after_a_resumed_answer_is_its_own_thought(serve, connect):
     frames = [delta(reasoning="Hm."), delta(content="lo.", reason="stop")]
     done = Turn("assistant", "<think>\nx\n</think>\n\nHel")
-    *_, finished = asked(connect(serve(frames=frames).url), (*HI, done))
+    *_, finished = events_of(connect(serve(frames=frames).url), (*HI, done))
     assert finished.text == "<think>\nHm.\n</think>\n\nlo."
 
 
@@ -179,7 +179,7 @@ def test_unsent_template_variables_are_noted(serve, connect):
     for kind, is_taken in (("vLLM", True), ("Ollama", False)):
         server = serve(kind)
         session = connect(server.url, template_args=("enable_thinking=false",))
-        asked(session)
+        events_of(session)
         assert ("chat_template_kwargs" in server.asked[0]) is is_taken
         assert session.info.takes_variables is is_taken
         assert any("enable_thinking=false" in note for note in session.info.notes) is not is_taken
@@ -199,14 +199,14 @@ def test_the_key_is_sent_to_the_server(serve, connect, monkeypatch):
     server = serve()
     server.key = "k"
     monkeypatch.setenv("KVCHAT_API_KEY", "k")
-    assert said(asked(connect(server.url))) == "Hello."
+    assert text_of(events_of(connect(server.url))) == "Hello."
 
 
 def test_openai_variables_are_not_sent_to_other_servers(serve, connect, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "geheim")
     server = serve()
-    assert said(asked(connect(server.url))) == "Hello."
+    assert text_of(events_of(connect(server.url))) == "Hello."
     assert "geheim" not in str(server.headers)
 
 
@@ -226,7 +226,7 @@ def test_another_thread_can_stop_an_answer_before_it_begins(serve, connect):
     session = connect(server.url)
     threading.Timer(0.2, session.cancel).start()
     began = time.monotonic()
-    *_, finished = asked(session)
+    *_, finished = events_of(session)
     assert (finished.reason, finished.text) == ("stopped", "")
     assert time.monotonic() - began < 5
     assert server.left.wait(5)
@@ -237,7 +237,7 @@ def test_an_early_stop_does_not_affect_the_next_answer(serve, connect):
     events = session.answer(HI, Sampling())
     session.cancel()
     assert [event.reason for event in events if isinstance(event, Finished)] == ["stopped"]
-    assert said(asked(session)) == "Hello."
+    assert text_of(events_of(session)) == "Hello."
 
 
 def test_abandoning_an_answer_closes_the_connection(serve, connect):
@@ -252,7 +252,7 @@ def test_a_silent_server_times_out(serve, connect, monkeypatch, frames):
     monkeypatch.setattr(remote, "SILENCE_S", 0.5)
     server = serve(frames=frames)
     with pytest.raises(EngineError, match="nothing"):
-        asked(connect(server.url))
+        events_of(connect(server.url))
     assert server.left.wait(5)
     assert len(server.asked) == 1
 
@@ -283,10 +283,10 @@ def test_a_refusal_shows_the_servers_message_and_numbers(serve, connect, monkeyp
     monkeypatch.setattr(session._openai, "max_retries", 0)
     server.status, server.error = status, error
     with pytest.raises(kind) as refused:
-        asked(session)
+        events_of(session)
     assert all(word in str(refused.value) for word in words), str(refused.value)
     server.status = 200
-    assert said(asked(session)) == "Hello."  # the session still works
+    assert text_of(events_of(session)) == "Hello."  # the session still works
 
 
 def test_connecting_waits_for_a_server_that_loads_its_model(serve, connect):
@@ -309,7 +309,7 @@ def test_connecting_waits_for_a_server_that_loads_its_model(serve, connect):
 )
 def test_a_broken_off_answer_is_an_error_after_its_text(serve, connect, frames):
     events = connect(serve(frames=frames).url).answer(HI, Sampling())
-    text, error = broken_off(events)
+    text, error = interrupted(events)
     assert text == "Once"
     assert isinstance(error, EngineError)
     assert "/continue" in error.hint
@@ -317,7 +317,7 @@ def test_a_broken_off_answer_is_an_error_after_its_text(serve, connect, frames):
 
 def test_an_error_after_the_end_of_an_answer_is_ignored(serve, connect):
     frames = [delta(content="Once"), delta(reason="stop"), {"error": {"message": "shutting down", "code": 503}}]
-    *_, end = asked(connect(serve(frames=frames).url))
+    *_, end = events_of(connect(serve(frames=frames).url))
     assert (end.reason, end.text) == ("eos", "Once")
 
 
@@ -340,9 +340,9 @@ def test_malformed_frames_are_an_error(serve, connect, frame):
     server = serve(frames=[frame])
     session = connect(server.url)
     with pytest.raises(EngineError):
-        asked(session)
+        events_of(session)
     server.frames = HELLO
-    assert said(asked(session)) == "Hello."
+    assert text_of(events_of(session)) == "Hello."
 
 
 def test_a_server_that_is_gone_is_an_error(serve, connect):
@@ -350,7 +350,7 @@ def test_a_server_that_is_gone_is_an_error(serve, connect):
     session = connect(server.url)
     server.__exit__()
     with pytest.raises(EngineError, match="No server answers"):
-        asked(session)
+        events_of(session)
 
 
 # ---- left to the server

@@ -55,14 +55,14 @@ def receipts(app: KvchatApp) -> list[str]:
     return [answer.receipt for answer in answers(app)]
 
 
-def finished(app: KvchatApp, count: int = 1) -> bool:
+def is_finished(app: KvchatApp, count: int = 1) -> bool:
     """Whether ``count`` answers have stats, the last one is finished and the engine is ready."""
     state = app.controller.state
     is_ready = len(state.conversation.stats) == count and state.phase is Phase.READY
     return is_ready and [answer.finished for answer in answers(app)][-1:] == [True]
 
 
-def opened(app: App[None], kind: type[Screen[Any]]) -> bool:
+def is_open(app: App[None], kind: type[Screen[Any]]) -> bool:
     """Whether a screen of this kind is on top and one of its widgets has the focus."""
     return isinstance(app.screen, kind) and app.screen.focused is not None
 
@@ -78,7 +78,7 @@ def press(app: App[None], *keys: str) -> None:
         app.post_message(events.Key(key, key if len(key) == 1 else CHARACTERS.get(key)))
 
 
-def typed(app: KvchatApp, text: str) -> None:
+def submit(app: KvchatApp, text: str) -> None:
     """Replace the text of the prompt, which may be a refused command, by a line and press Enter."""
     prompt(app).clear()
     prompt(app).insert(text)
@@ -88,12 +88,12 @@ def typed(app: KvchatApp, text: str) -> None:
 async def ask(app: KvchatApp, *questions: str, mode: str = "") -> None:
     """Enter the mode if one is named, then send each question and wait for its answer."""
     if mode:
-        typed(app, f"/mode {mode}")
+        submit(app, f"/mode {mode}")
         await wait_for(lambda: app.controller.state.mode == mode)
     for question in questions:
         count = len(app.controller.state.conversation.stats) + 1
-        typed(app, question)
-        await wait_for(lambda count=count: finished(app, count))
+        submit(app, question)
+        await wait_for(lambda count=count: is_finished(app, count))
 
 
 async def wait_for(condition: Callable[[], object]) -> None:

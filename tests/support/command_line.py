@@ -42,7 +42,7 @@ json.dump(done, sys.stdout)
 """
 
 
-def run_in_turn(
+def run_in_sequence(
     commands: Sequence[Sequence[str]], environment: dict[str, str], folder: Path | None = None, before: str = ""
 ) -> list[Outcome]:
     """Run commands in turn in one process, after the Python code ``before``; return the outcome of each."""

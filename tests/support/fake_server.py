@@ -188,12 +188,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
-def asked(session: RemoteSession, turns: Sequence[Turn] = HI, sampling: Sampling = Sampling()) -> list[Event]:
+def events_of(session: RemoteSession, turns: Sequence[Turn] = HI, sampling: Sampling = Sampling()) -> list[Event]:
     """All events of an answer."""
     return list(session.answer(turns, sampling))
 
 
-def broken_off(events: Iterator[Event], meanwhile: Callable[[], object] = lambda: None) -> tuple[str, KvchatError]:
+def interrupted(events: Iterator[Event], meanwhile: Callable[[], object] = lambda: None) -> tuple[str, KvchatError]:
     """The text of an answer that breaks off, and the error; ``meanwhile`` is called after each piece of text."""
     text = ""
     try:
@@ -206,6 +206,6 @@ def broken_off(events: Iterator[Event], meanwhile: Callable[[], object] = lambda
     raise AssertionError("the answer did not break off")
 
 
-def said(events: Sequence[Event]) -> str:
+def text_of(events: Sequence[Event]) -> str:
     """The text of an answer."""
     return "".join(event.text for event in events if isinstance(event, Text))

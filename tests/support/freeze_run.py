@@ -22,12 +22,12 @@ from kvchat.kv.modes.freeze_timers import RULES
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 8
 EVERYTHING = {"tau": 1e9}  # every token outside the window is flagged
-AT_ONCE = {"floor": 0, "stagger": 1, "recalls": False}  # changes to the rule: tokens freeze as the timers say
+TIMERS_ONLY = {"floor": 0, "stagger": 1, "recalls": False}  # changes to the rule: tokens freeze as the timers say
 EARLY = {"floor": 60, "stagger": 4}
 
 
 @contextmanager
-def ruled(**changes: Any) -> Iterator[None]:
+def with_rule(**changes: Any) -> Iterator[None]:
     """Change the default profile's rule in this block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RULES, "default", replace(RULES["default"], **changes))
@@ -56,7 +56,7 @@ class FreezeRun:
         self.geometry = Geometry(LAYERS, HEADS * GROUP, HEADS, D, D, torch.float32, page, unified=unified)
         self.random = torch.Generator().manual_seed(0)
         self.strength, self.windowed = strength, windowed
-        with ruled(**(rule or {})):
+        with with_rule(**(rule or {})):
             mode = build(parse("freeze", params), self.geometry, ModelTraits(4096, (None,) * LAYERS))
         self.kv = KVManager(self.geometry, torch.device("cpu"), mode)
         self.keys = [torch.empty(HEADS, 0, D) for _ in range(LAYERS)]

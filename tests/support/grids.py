@@ -14,7 +14,7 @@ from typing import Any
 WHOLE = "KVCHAT_TEST_GRIDS" in os.environ
 
 
-def thinned(rows: Iterable[Any], others: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
+def sampled(rows: Iterable[Any], others: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
     """Pairs of every row with ``each`` of the others, taken in turn: with enough rows, every other occurs."""
     if WHOLE:
         return list(product(rows, others))

@@ -6,7 +6,7 @@ from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
 
 
-def keep(store: ConversationStore, conversation: Conversation) -> None:
+def save_changes(store: ConversationStore, conversation: Conversation) -> None:
     """Save the changes of a conversation, of which there must be some."""
     changes = conversation.changes()
     assert changes is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.tiny_runner import loaded, mode_of, prefilled, token_ids
+from support.tiny_runner import load_tiny, mode_of, prefill_logits, token_ids
 
 from kvchat.engine.answer import SessionLock
 from kvchat.engine.prefix_cache import PrefixCache
@@ -32,7 +32,7 @@ class Chat:
     """A runner and its cache, used as a session uses them."""
 
     def __init__(self, tmp_path, model=None, row="full", parked=2**30, saved=2**30) -> None:
-        model = model or loaded("llama")
+        model = model or load_tiny("llama")
         self.runner = ModelRunner(model, mode_of(model, row))
         self.stored = Stored()
         self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
@@ -50,7 +50,7 @@ class Chat:
         if reused < self.runner.kv.total:
             self.stored.truncate(reused)
             self.runner.truncate(reused)
-        self.logits = prefilled(self.runner, ids[reused:])
+        self.logits = prefill_logits(self.runner, ids[reused:])
         self.stored.extend(ids[reused:])
         self.stored.mark_text(self.loop.encoder.render(turns))
         self.cache.save()
@@ -78,14 +78,14 @@ class Chat:
         return Chat(tmp_path, **{"model": self.runner.model, **changes})
 
 
-def flip(path: Path, at: int) -> None:
+def flip_byte(path: Path, at: int) -> None:
     """Damage the byte ``at`` of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
-def came_back(events) -> tuple[int, str]:
+def resumed_from(events) -> tuple[int, str]:
     (resumed,) = [event for event in events if isinstance(event, Resumed)]
     return resumed.tokens, resumed.where
 

@@ -14,7 +14,7 @@ from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
-def as_on_a_gpu(kv: KVManager) -> None:
+def use_gpu_path(kv: KVManager) -> None:
     """Make an empty KV manager take the path of a GPU: shapes are fixed and nothing is read back."""
     kind = EightBitOps if isinstance(kv.state.host, EightBitPool) else TorchOps
     ops = kind(kv.state.geometry, kv.state.host, kv.state.device)

@@ -8,6 +8,6 @@ from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Load
 
 
-def entering(mode: str, params: Params | None = None, **fields: Any) -> Load:
+def load_in(mode: str, params: Params | None = None, **fields: Any) -> Load:
     """A ``Load`` that starts in ``mode`` with its ``params``."""
     return Load(mode=mode, given={mode: params or {}}, **fields)

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvchat.tui.controller import CHECKPOINT_S
 
 BUSY_S = 0.5  # how late a busy machine saves; an idle one loses less than a second
-MOST_S = 2 * CHECKPOINT_S + BUSY_S  # of the answer that may be lost
+MAX_LOSS_S = 2 * CHECKPOINT_S + BUSY_S  # of the answer that may be lost
 WORDS = "the window moves and older pages rest on the host "  # of the answer to ``slow``, repeated
 
 

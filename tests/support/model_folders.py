@@ -21,18 +21,18 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def planned(folder, dtype="auto"):
+def planned_bytes(folder, dtype="auto"):
     """The planned bytes for the weights of an already quantized checkpoint."""
     (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
     return nbytes
 
 
-def listed(folder, dtype="auto"):
+def listed_bytes(folder, dtype="auto"):
     """The bytes that it needs on a CPU, by the list of models."""
     found = catalog.at(folder)
     return fit(found, dtype, Room("cpu", 2**40)).needed
 
 
-def declare(folder, quantization_config):
+def set_quantization(folder, quantization_config):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from support.grids import WHOLE, thinned
+from support.grids import WHOLE, sampled
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
@@ -30,7 +30,7 @@ SHAPES = {
 # Of today's models: query heads per KV head, elements per head, dtypes.
 GROUPS, WIDTHS, DTYPES = (1, 4, 7, 8), (64, 80, 96, 128, 256), (torch.float16, torch.bfloat16)
 # Ten of the forty cells, in which every width and every group meets both dtypes.
-CELLS = [(group, d, dtype) for (dtype, d), group in thinned(product(DTYPES, WIDTHS), GROUPS)]
+CELLS = [(group, d, dtype) for (dtype, d), group in sampled(product(DTYPES, WIDTHS), GROUPS)]
 # Three of them for the kernels over plain pages, and two others over 8-bit ones; all in the long form.
 PLAIN_CELLS, ROUNDED_CELLS = (CELLS, CELLS) if WHOLE else (CELLS[1::4], CELLS[::8])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from support.model_folders import declare
+from support.model_folders import set_quantization
 from torch import Tensor
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -32,7 +32,7 @@ STACKS = ("experts.gate_up_proj", "experts.down_proj")
 def write(folder: Path, stored: dict[str, Tensor], section: dict[str, Any]) -> None:
     """Replace a checkpoint's weights by ``stored``, with ``section`` as its ``quantization_config``."""
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    declare(folder, section)
+    set_quantization(folder, section)
 
 
 def fp8(model: Any, block: int = 32) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ COMPARED = {
 }
 
 
-class Wordless:
+class EmptyTokenizer:
     """A tokenizer without control tokens that encodes every text as no tokens."""
 
     added_tokens_decoder: ClassVar[dict[int, object]] = {}
@@ -60,7 +60,7 @@ class Wordless:
         return SimpleNamespace(input_ids=[])
 
 
-def loaded(
+def load_tiny(
     name: str,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -78,12 +78,12 @@ def loaded(
     chunked = reads_chunks(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)
     fixed = (name, name, torch.device(device), dtype, tiny_models.CONTEXT, tiny_models.VOCAB, frozenset({2}))
-    return LoadedModel(model, Wordless(), *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
+    return LoadedModel(model, EmptyTokenizer(), *fixed, *sizes, seen, (), 0, reads_chunks=chunked)
 
 
-def speaking(name: str) -> LoadedModel:
+def load_tiny_with_bytes(name: str) -> LoadedModel:
     """A tiny random model with one token per byte."""
-    model = loaded(name, vocab_size=byte_tokenizer.SIZE)
+    model = load_tiny(name, vocab_size=byte_tokenizer.SIZE)
     end = byte_tokenizer.SIZE - 1
     return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))
 
@@ -92,7 +92,7 @@ def runner_of(model: LoadedModel, mode: str = "full", **params) -> ModelRunner:
     return ModelRunner(model, build(parse(mode, params), geometry_of(model), traits_of(model)))
 
 
-def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
+def prefill_logits(one: ModelRunner, ids: list[int]) -> torch.Tensor:
     return [logits for _, logits in one.prefill(ids)][-1]
 
 
@@ -107,7 +107,7 @@ def token_ids(n: int, seed: int = 0) -> list[int]:
     return torch.randint(3, tiny_models.VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
+def check_same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
     for i, token in enumerate(ids):
         assert torch.equal(one.step(token).cpu(), other.step(token).cpu()), f"step {i}"
     for layer in range(one.kv.state.geometry.layers):

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.app_driver import CHARACTERS, ask, finished, focus, press, prompt, texts, toasts, typed
+from support.app_driver import CHARACTERS, ask, focus, is_finished, press, prompt, submit, texts, toasts
 from support.message import lacks
 from textual.command import CommandInput, CommandList
 
@@ -144,7 +144,7 @@ async def test_key_only_actions_work_from_the_palette(running):
     async with running() as (app, _pilot, until):
         press(app, "f5")
         await until(lambda: "There is no question yet" in toasts(app))
-        typed(app, "/undo")
+        submit(app, "/undo")
         await until(lambda: toasts(app).count("There is no question yet") == 2)
         assert not app.chat.query("Problem")
         await ask(app, "hello", "hello")
@@ -164,14 +164,14 @@ async def test_key_only_actions_work_from_the_palette(running):
         acts["replay faster"]()
         await until(lambda: "replay" in toasts(app).lower() or "recording" in toasts(app).lower())
         press(app, "f5")
-        await until(lambda: finished(app, 3))
+        await until(lambda: is_finished(app, 3))
         second = conversation.leaf.id
         await focus(prompt(app))
-        typed(app, "/branch previous")
+        submit(app, "/branch previous")
         await until(lambda: conversation.leaf.id != second)
-        typed(app, "/branch")
+        submit(app, "/branch")
         await until(lambda: conversation.leaf.id == second)
-        typed(app, "/branch sideways")
+        submit(app, "/branch sideways")
         await until(lambda: "next or previous" in toasts(app))
 
 
@@ -277,7 +277,7 @@ async def test_keys_complete_send_and_close_suggestions(running):
         # A recalled command is complete, so Up moves on to earlier ones.
         await until(lambda: prompt(app).text == "/mode sync" and not suggestions.display)
         assert prompt(app).has_focus
-        typed(app, "hold")
+        submit(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "slash")
         await until(lambda: suggestions.display)
@@ -300,13 +300,13 @@ async def test_a_mentioned_file_is_sent_whole_and_shown_folded(running, tmp_path
         press(app, "enter")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         press(app, "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         question = app.controller.state.conversation.turns[0].content
         assert question == fenced("notes.txt", "one\ntwo\n") + "\n\nsum notes.txt "
         assert texts(app.chat.query(Question)) == ["[notes.txt · 8 B]\nsum notes.txt "]
         press(app, "up")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         prompt(app).load_text("")
-        typed(app, "/edit")
+        submit(app, "/edit")
         await until(lambda: prompt(app).text == "[notes.txt · 8 B]\n\nsum notes.txt ")
         assert prompt(app).written.text == question

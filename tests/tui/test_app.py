@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
-from support.app_driver import ask, drawn, finished, opened, press, prompt, toasts, typed, wait_for
+from support.app_driver import ask, drawn, is_finished, is_open, press, prompt, submit, toasts, wait_for
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.message import lacks
 from support.patience import PATIENCE_S
@@ -62,10 +62,10 @@ async def test_ctrl_c_stops_then_quits_and_ends_the_engine(running, monkeypatch)
     monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
         process = app.client._process
-        typed(app, "hold")
+        submit(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "ctrl+c")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         press(app, "ctrl+c")
         await until(lambda: app._notifications)
         assert app.is_running
@@ -89,8 +89,8 @@ async def test_handlers_tolerate_missing_widgets_on_exit(running):
 
 async def test_mouse_events_on_a_removed_widget_do_not_crash(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app) and len(shown(app, MarkdownTableCellContents)) > 1)
+        submit(app, "hello")
+        await until(lambda: is_finished(app) and len(shown(app, MarkdownTableCellContents)) > 1)
         before, *_, cell = shown(app, MarkdownTableCellContents)
         await app.on_event(events.MouseDown(None, *before.region.offset, 0, 1, 1, False, False, False))
         x, y = cell.region.offset
@@ -119,7 +119,7 @@ async def test_only_one_palette_is_open_at_a_time(running):
         assert "F10" not in app.chat.query_one(KeyHints).render().plain, "no keys of a replay"
         assert "recording" not in app.chat.query_one(ModeBar).render().plain
         press(app, "f1")
-        await until(lambda: opened(app, HelpScreen))
+        await until(lambda: is_open(app, HelpScreen))
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         press(app, "ctrl+p")
@@ -130,12 +130,12 @@ async def test_only_one_palette_is_open_at_a_time(running):
         press(app, "enter")
         await until(lambda: app.controller.state.mode == "streaming" and app.screen is app.chat)
         app.action_command_palette()
-        await until(lambda: opened(app, Palette))
+        await until(lambda: is_open(app, Palette))
         closing = app.screen
         closing.dismiss()
         app.action_command_palette()  # while the other is still closing
         assert closing.is_attached
-        await until(lambda: opened(app, Palette) and not closing.is_attached)
+        await until(lambda: is_open(app, Palette) and not closing.is_attached)
         app.action_settings()
         await until(lambda: isinstance(app.screen, SettingsScreen))
         app.action_command_palette()
@@ -150,7 +150,7 @@ async def test_loading_stages_are_visible(running, monkeypatch):
 
 async def test_clicking_a_suggestion_after_out_of_memory_runs_it(running):
     async with running(size=(100, 30)) as (app, pilot, until):
-        typed(app, "oom")
+        submit(app, "oom")
         await until(lambda: app.chat.query(Problem))
         await pilot.pause()
         offered = app.chat.query_one(Problem)
@@ -244,14 +244,14 @@ async def test_toasts_fit_on_a_small_terminal(told):
 async def test_a_refused_copy_is_reported_and_a_file_works(running, pyperclip, tmp_path):
     async with running() as (app, _pilot, until):
         await ask(app, "hello")
-        typed(app, "/copy")
+        submit(app, "/copy")
         await until(lambda: "Copied" in toasts(app))
         assert pyperclip == [app.clipboard]
         pyperclip.append(RuntimeError("no program"))
-        typed(app, "/code")
+        submit(app, "/code")
         await until(lambda: "refused: no program" in toasts(app))
         assert app.clipboard.startswith("def interest")
-        typed(app, f"/code {tmp_path / 'interest.py'}")
+        submit(app, f"/code {tmp_path / 'interest.py'}")
         await until(lambda: (tmp_path / "interest.py").exists())
         assert (tmp_path / "interest.py").read_text() == app.clipboard
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support import start_app
 from support.environment import environ
-from support.lost_text import MOST_S, WORDS, loss
+from support.lost_text import MAX_LOSS_S, WORDS, loss
 from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 
@@ -140,7 +140,7 @@ def test_a_vanished_terminal_ends_application_and_engine(application, tmp_path):
     assert question.text == "slow"
     assert answer.text == (WORDS * 10_000)[: len(answer.text)]
     lost = loss(tmp_path / "ledger", vanished, len(answer.text))
-    assert lost.seconds <= MOST_S, lost
+    assert lost.seconds <= MAX_LOSS_S, lost
 
 
 def test_a_signal_ends_application_and_editor(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.app_driver import opened, press, prompt, wait_for
+from support.app_driver import is_open, press, prompt, wait_for
 from support.fake_engine import ANSWER, ribbon
 from support.fake_view import FakeClient
 from support.patience import PATIENCE_S
@@ -171,7 +171,7 @@ async def test_screens_match_their_snapshots(still, size):
         await check("needle")
         press(app, "escape")
         press(app, "f9")
-        await wait_for(lambda: opened(app, ConversationsScreen))
+        await wait_for(lambda: is_open(app, ConversationsScreen))
         press(app, *"cat")
         await check("search")
         press(app, "escape")

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import ask, focus, press, prompt, typed
-from support.keeping import keep
+from support.app_driver import ask, focus, press, prompt, submit
+from support.keeping import save_changes
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.errors import TooMuchPinnedError, UsageError
@@ -398,10 +398,10 @@ async def test_pins_are_saved_with_the_conversation(talk, tmp_path):
     conversation = talk.controller.state.conversation
     await pin(talk.controller, "1")
     store = ConversationStore(tmp_path / "kept.db")
-    keep(store, conversation)
+    save_changes(store, conversation)
     await pin(talk.controller, "1")
     await pin(talk.controller, "2")
-    keep(store, conversation)
+    save_changes(store, conversation)
     assert [message.pinned for message in store.load(conversation.id).path] == [False, False, True, False]
     assert [turn.pinned for turn in conversation.fork(conversation.path[2].id).turns] == [False, False, True]
     store.close()
@@ -413,9 +413,9 @@ async def test_queued_questions_survive_branch_changes(running):
 
     async with running() as (app, _pilot, until):
         chat = app.controller
-        typed(app, "slow")
+        submit(app, "slow")
         await until(lambda: chat.state.phase is Phase.ANSWERING)
-        typed(app, "hello")
+        submit(app, "hello")
         await until(lambda: chat.answers.queue)
         press(app, "escape")
         await until(lambda: chat.state.phase is Phase.READY)

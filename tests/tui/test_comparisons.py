@@ -5,7 +5,7 @@ import io
 
 import pytest
 from rich.console import Console
-from support.app_driver import ask, drawn, finished, opened, press, typed
+from support.app_driver import ask, drawn, is_finished, is_open, press, submit
 from support.message import lacks
 from textual.containers import VerticalScroll
 from textual.widgets import Static
@@ -214,7 +214,7 @@ async def test_f8_shows_both_answers_and_w_saves_them(running, size, tmp_path, m
     async with running(size=size) as (app, _pilot, until):
         await ask(app, "What is in @a.txt?")
         press(app, "f8")
-        await until(lambda: opened(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
+        await until(lambda: is_open(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
         assert shown(app, "#question") == "[a.txt · 6 B]\nWhat is in a.txt?"
         expected = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
         await until(lambda: shown(app, "#answers Static") == expected)
@@ -245,12 +245,12 @@ async def test_progress_during_composition_is_drawn(running):
 
 async def test_esc_stops_and_then_closes(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hold")
+        submit(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "escape")
-        await until(lambda: finished(app))
-        typed(app, "/compare sync full")
-        await until(lambda: opened(app, CompareScreen) and "full answers" in shown(app, "#verdict"))
+        await until(lambda: is_finished(app))
+        submit(app, "/compare sync full")
+        await until(lambda: is_open(app, CompareScreen) and "full answers" in shown(app, "#verdict"))
         press(app, "escape")
         await until(lambda: app.controller.state.phase is Phase.READY)
         assert isinstance(app.screen, CompareScreen)
@@ -270,7 +270,7 @@ def test_markup_and_control_characters_are_text():
 
 async def test_every_mode_has_a_row_and_esc_closes(running):
     async with running(size=(50, 20)) as (app, _pilot, until):
-        typed(app, "/needle 512")
+        submit(app, "/needle 512")
         await until(lambda: isinstance(app.screen, NeedleScreen) and "found it" in shown(app, "#verdict"))
         assert not lacks(shown(app, "#verdict"), "full found", "50 %", "streaming, sync, speculative did not")
         assert "BY F" in shown(app, "#question")
@@ -284,11 +284,11 @@ async def test_the_needle_screen_opens_between_other_screens(running):
     async with running() as (app, _pilot, until):
         await ask(app, "hello")
         press(app, "f8")
-        await until(lambda: opened(app, CompareScreen) and app.screen.shown.is_over)
+        await until(lambda: is_open(app, CompareScreen) and app.screen.shown.is_over)
         await app.chat.run_command("/needle 512")
         app.action_settings()
         needle = app.controller.comparisons.running
-        await until(lambda: opened(app, SettingsScreen) and needle.is_over)
+        await until(lambda: is_open(app, SettingsScreen) and needle.is_over)
         assert [type(screen) for screen in app.screen_stack[-3:]] == [CompareScreen, NeedleScreen, SettingsScreen]
 
 

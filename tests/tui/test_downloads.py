@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.app_driver import ask, drawn, press, toasts, typed
+from support.app_driver import ask, drawn, press, submit, toasts
 from support.fake_hub import FakeHub
 
 import kvchat
@@ -33,7 +33,7 @@ async def test_a_stopped_download_is_resumed(running, hub):
         press(app, "escape")
         await until(lambda: "The download was stopped; /model org/model resumes it." in toasts(app))
         hub.pause = 0.0
-        typed(app, "/model org/model")
+        submit(app, "/model org/model")
         await until(lambda: app.controller.models.in_use.model == "org/model")
         assert "↓" not in drawn(app)
     first, second = hub.ranges
@@ -45,5 +45,5 @@ async def test_a_gated_model_is_reported(running, hub):
     """``tests/models/test_catalog.py`` tests other refusals."""
     hub.name, hub.gated = "org/gated", True
     async with running() as (app, _pilot, until):
-        typed(app, "/model org/gated")
+        submit(app, "/model org/gated")
         await until(lambda: "org/gated is gated." in drawn(app))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from support.app_driver import choices, finished, opened, press, prompt
+from support.app_driver import choices, is_finished, is_open, press, prompt
 from textual import events
 from textual.screen import ModalScreen
 from textual.widgets import Input
@@ -32,7 +32,7 @@ async def test_keys_and_pastes_keep_their_order_whatever_has_focus(running):
         press(app, "f9", "a")
         app.post_message(events.Paste("pasted"))
         press(app, "backspace", "z")
-        await until(lambda: opened(app, ConversationsScreen) and app.screen.query_one(Input).value == "apastez")
+        await until(lambda: is_open(app, ConversationsScreen) and app.screen.query_one(Input).value == "apastez")
         app.post_message(events.MouseDown(None, 5, 300, 0, 0, 1, False, False, False, 5, 300))  # beyond the edge
         await until(lambda: app.screen.focused is None)
         press(app, "x")
@@ -61,7 +61,7 @@ async def test_text_after_escape_reaches_the_prompt(running):
             await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
             prompt(app).load_text("")
         press(app, *"hello", "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello"
 
 
@@ -96,14 +96,14 @@ async def test_a_question_waits_for_the_palette_command_before_it(running, monke
     monkeypatch.setattr(Archive, "save", save_slowly)
     async with running() as (app, _pilot, until):
         press(app, *"first", "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         first = app.controller.state.conversation
         press(app, "ctrl+p", *"new")
-        await until(lambda: opened(app, Palette) and "/new" in "".join(choices(app)[:1]))
+        await until(lambda: is_open(app, Palette) and "/new" in "".join(choices(app)[:1]))
         press(app, "enter", *"second", "enter")
         await until(lambda: app.controller.state.conversation is not first)
         assert len(first.turns) == 2
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
 
 
 async def test_ctrl_d_deletes_text_or_resets_a_setting(running):
@@ -112,7 +112,7 @@ async def test_ctrl_d_deletes_text_or_resets_a_setting(running):
         press(app, "enter")
         await until(lambda: app.controller.state.sampling.temperature == 0.25)
         press(app, "ctrl+d")
-        await until(lambda: opened(app, SettingsScreen) and app.controller.state.sampling.temperature != 0.25)
+        await until(lambda: is_open(app, SettingsScreen) and app.controller.state.sampling.temperature != 0.25)
 
 
 async def test_a_slow_action_does_not_block_later_keys(running, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.app_driver import finished, notes, opened, press, prompt, toasts
+from support.app_driver import is_finished, is_open, notes, press, prompt, toasts
 
 from kvchat import tui
 from kvchat.errors import UsageError
@@ -95,7 +95,7 @@ async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
         docs = {choice.title: choice.help for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/next"].endswith("  F11")
         press(app, "f12")
-        await until(lambda: opened(app, HelpScreen))
+        await until(lambda: is_open(app, HelpScreen))
         assert ("F11", BY_ID["mode.next"].doc) in key_rows(app.keys)
         press(app, "f12")
         await until(lambda: app.screen is app.chat)
@@ -138,7 +138,7 @@ async def test_widget_keys_can_be_rebound(running, config):
     async with running(config) as (app, _pilot, until):
         await until(lambda: prompt(app).has_focus and " ^S send " in app.chat.query_one(KeyHints).render().plain)
         press(app, "a", "enter", "b", "ctrl+s")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == "a\nb"
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
@@ -170,17 +170,17 @@ REBOUND = {
 async def test_rebound_screen_keys_work_and_are_hinted(running, config):
     async with running(replace(config, keys=REBOUND)) as (app, _pilot, until):
         press(app, "f9")
-        await until(lambda: opened(app, ConversationsScreen) and " F4 delete  ^Z restore  F11 close" in hints(app))
+        await until(lambda: is_open(app, ConversationsScreen) and " F4 delete  ^Z restore  F11 close" in hints(app))
         assert "↑/^K choose " in hints(app)
         press(app, "ctrl+k", "f4", "escape", "f11")
         await until(lambda: app.screen is app.chat)
         press(app, "f2")
-        await until(lambda: opened(app, SettingsScreen) and " ⏎ change  F12 default " in hints(app))
+        await until(lambda: is_open(app, SettingsScreen) and " ⏎ change  F12 default " in hints(app))
         assert hints(app).endswith("^G close ")
         press(app, "ctrl+g", "shift+f7")
-        await until(lambda: opened(app, DetailsScreen) and "←/l/↑/↓ layer and head  x close" in hints(app))
+        await until(lambda: is_open(app, DetailsScreen) and "←/l/↑/↓ layer and head  x close" in hints(app))
         press(app, "x", "f1")
-        await until(lambda: opened(app, HelpScreen) and hints(app) == " F11 close ")
+        await until(lambda: is_open(app, HelpScreen) and hints(app) == " F11 close ")
         press(app, "f11")
         await until(lambda: app.screen is app.chat)
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace as changed
 
 import pytest
-from support.app_driver import press, prompt, toasts, typed
+from support.app_driver import press, prompt, submit, toasts
 from support.fake_view import FakeClient, FakeView
 from support.streams import read_event
 
@@ -95,7 +95,7 @@ async def test_a_replay_refuses_questions_and_plays_to_the_end(running, config):
         press(app, "enter")
         await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         app.clear_notifications()
-        typed(app, "hello there")
+        submit(app, "hello there")
         await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         assert (len(app.controller.answers.queue), prompt(app).text) == (0, "hello there")
         prompt(app).clear()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, ask, choices, drawn, finished, opened, press, receipts, toasts, typed
+from support.app_driver import answers, ask, choices, drawn, is_finished, is_open, press, receipts, submit, toasts
 from support.fake_server import BREAK, HELLO, WAIT, FakeServer, delta
 
 from kvchat.errors import UsageError
@@ -132,8 +132,8 @@ async def test_a_server_answers_without_offering_modes(running, served, server):
         assert "SERVER" in drawn(app)
         assert "vLLM at 127.0.0.1" in drawn(app)
         assert "Hide a fact" not in drawn(app)
-        typed(app, "4")  # starts a needle search with a local model
-        await until(lambda: finished(app))
+        submit(app, "4")  # starts a needle search with a local model
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == "4"
         assert answers(app)[0].text == "Hello."
         assert "server" in receipts(app)[0]
@@ -141,7 +141,7 @@ async def test_a_server_answers_without_offering_modes(running, served, server):
         await until(lambda: "vLLM decides" in toasts(app))
         assert app.controller.state.mode == "server"
         press(app, "f5")
-        await until(lambda: len(server.asked) == 2 and finished(app, 2))
+        await until(lambda: len(server.asked) == 2 and is_finished(app, 2))
         assert server.asked[0]["messages"] == server.asked[1]["messages"]
         assert len(app.controller.state.conversation.messages) == 3  # a question and two sibling answers
 
@@ -149,10 +149,10 @@ async def test_a_server_answers_without_offering_modes(running, served, server):
 async def test_a_stop_keeps_the_text_and_the_chat_continues(running, served, server):
     server.frames = [delta(content="Once upon"), WAIT]
     async with running(served) as (app, _, until):
-        typed(app, "A story.")
+        submit(app, "A story.")
         await until(lambda: answers(app) and "Once upon" in answers(app)[-1].text)
         press(app, "escape")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert receipts(app)[0].endswith("stopped")
         assert server.left.wait(5)
         server.frames = HELLO
@@ -163,12 +163,12 @@ async def test_a_stop_keeps_the_text_and_the_chat_continues(running, served, ser
 async def test_a_lost_connection_keeps_the_text(running, served, server):
     server.frames = [delta(content="Once upon"), BREAK]
     async with running(served) as (app, _, until):
-        typed(app, "A story.")
+        submit(app, "A story.")
         await until(lambda: "middle of the answer" in drawn(app))
         assert "Once upon" in drawn(app)
         assert "cut off" in drawn(app)
         server.frames = HELLO
-        typed(app, "/continue")
+        submit(app, "/continue")
         await until(lambda: answers(app)[-1].finished and "Hello." in answers(app)[-1].text)
         assert answers(app)[-1].text == "Once uponHello."
 
@@ -191,7 +191,7 @@ async def test_the_api_key_is_written_nowhere(running, served, server, tmp_path,
     server.key = "geheim"
     async with running(served, size=(80, 24)) as (app, _, until):
         await ask(app, "Hi.")
-        typed(app, f"/export {tmp_path / 'chat.json'}")
+        submit(app, f"/export {tmp_path / 'chat.json'}")
         await until((tmp_path / "chat.json").exists)
     assert "/metrics" not in server.seen
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
@@ -204,7 +204,7 @@ async def test_the_picker_lists_server_models(running, config, server, monkeypat
     listed = replace(config, servers=(server.url, "http://127.0.0.1:1"))
     async with running(listed) as (app, _, until):
         press(app, "ctrl+o")
-        await until(lambda: opened(app, ModelsScreen) and len(choices(app)) == 2)
+        await until(lambda: is_open(app, ModelsScreen) and len(choices(app)) == 2)
         rows = choices(app)
         assert "Qwen/Qwen3-4B" in rows[0]
         assert "vLLM" in rows[0]
@@ -219,8 +219,8 @@ async def test_servers_on_usual_ports_are_listed_on_request(running, config, ser
     monkeypatch.setattr(choosing.catalog, "find", lambda folders: [])
     monkeypatch.setattr(servers, "USUAL", (server.url, "http://127.0.0.1:1"))
     async with running(config) as (app, _, until):
-        typed(app, "/servers")
-        await until(lambda: opened(app, ModelsScreen) and len(choices(app)) == 1)
+        submit(app, "/servers")
+        await until(lambda: is_open(app, ModelsScreen) and len(choices(app)) == 1)
         assert "Qwen/Qwen3-4B" in choices(app)[0]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import choices, drawn, opened, press, toasts
+from support.app_driver import choices, drawn, is_open, press, toasts
 from textual.widgets import Input, Static
 
 from kvchat.config import sources
@@ -233,7 +233,7 @@ def focused(app):
 
 async def find(app, until, words):
     press(app, "f2")
-    await until(lambda: opened(app, SettingsScreen) and len(choices(app)) > 2)
+    await until(lambda: is_open(app, SettingsScreen) and len(choices(app)) > 2)
     app.screen.query_one("#find", Input).value = words
     await until(lambda: len(choices(app)) == 2)
 
@@ -287,7 +287,7 @@ async def test_a_choice_is_made_by_mouse_and_reset_by_key(running):
         press(app, "escape", "escape")
         await until(lambda: app.screen is app.chat)
         press(app, "f2")
-        await until(lambda: opened(app, SettingsScreen) and "model.name" in text_of(app, "#about"))
+        await until(lambda: is_open(app, SettingsScreen) and "model.name" in text_of(app, "#about"))
         await edit(app, until, "value")
         press(app, "down", "pagedown", "q")
         await until(lambda: app.screen.query_one("#value", Input).value.endswith("q"))

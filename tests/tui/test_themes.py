@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import ask, drawn, finished, press, toasts, typed
+from support.app_driver import ask, drawn, is_finished, press, submit, toasts
 from textual.color import Color
 
 from kvchat.errors import UsageError
@@ -58,10 +58,10 @@ async def test_every_word_is_readable_in_every_theme(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "60")
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class("figures-all")
-        typed(app, "/mode speculative")
+        submit(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app) and "stored" in drawn(app))
+        submit(app, "hello")
+        await until(lambda: is_finished(app) and "stored" in drawn(app))
         for theme in COLORED:
             app.use_theme(theme.name)
             await until(lambda theme=theme: app.chat.styles.background == Color.parse(theme.background))

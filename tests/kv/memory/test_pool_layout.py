@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.grids import thinned
+from support.grids import sampled
 from support.kv_run import Run
 from support.memory import resident, tensors_of
 from support.mode_rows import FIRST, ROWS
@@ -18,7 +18,7 @@ PLAIN = ("plain", "plain")
 
 
 @pytest.mark.parametrize(
-    ("row", "kwargs"), thinned(ROWS, [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
+    ("row", "kwargs"), sampled(ROWS, [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
 )
 def test_reported_bytes_match_allocated_and_planned_bytes(row, kwargs):
     run = Run.of_row(row, toy(PLAIN, page=8, **kwargs)).begun(300)

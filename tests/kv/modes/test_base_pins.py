@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.mode_rows import MET, MIXED, ROWS
 from support.toy_model import toy
 
@@ -20,7 +20,7 @@ FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 15
 def run_of(row: str, on_a_gpu: bool = False) -> Run:
     run = Run.of_row(row, toy(MIXED, page=8))
     if on_a_gpu:
-        as_on_a_gpu(run.kv)
+        use_gpu_path(run.kv)
     return run
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.grids import WHOLE, thinned
+from support.grids import WHOLE, sampled
 from support.kv_run import REFERENCES, Run
 from support.mode_rows import COMPARED, CORE, MET, MIXED, ROWS
 from support.random_kv import GROUPS, WIDTHS
@@ -48,7 +48,7 @@ def test_modes_report_exactly_their_documented_figures(mode):
 
 
 @pytest.mark.parametrize(
-    ("row", "geometry"), dict.fromkeys([*((row, "2x3") for row in ROWS), *thinned(CORE, [*GEOMETRIES], each=3)])
+    ("row", "geometry"), dict.fromkeys([*((row, "2x3") for row in ROWS), *sampled(CORE, [*GEOMETRIES], each=3)])
 )
 def test_sets_and_outputs_match_the_reference(row, geometry):
     """Every row in one geometry, each mode's two core rows in three; in all of them in the long form."""
@@ -61,7 +61,7 @@ def test_sets_and_outputs_match_the_reference(row, geometry):
     run.check()
 
 
-@pytest.mark.parametrize(("row", "heads"), thinned(CORE, LARGE, each=2), ids=str)
+@pytest.mark.parametrize(("row", "heads"), sampled(CORE, LARGE, each=2), ids=str)
 def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, heads):
     """Each mode's two core rows at two sizes; at every group and head size in the long form."""
     (mode, params), (group, d) = ROWS[row], heads
@@ -71,7 +71,7 @@ def test_sets_and_outputs_match_the_reference_at_heads_of_todays_models(row, hea
     run.check()
 
 
-@pytest.mark.parametrize(("row", "first"), thinned(CORE, [1, 3, 6, 20]))
+@pytest.mark.parametrize(("row", "first"), sampled(CORE, [1, 3, 6, 20]))
 def test_short_conversations_can_outgrow_their_room_in_one_answer(row, first):
     """Each mode's two core rows with one first length each; with all of them in the long form."""
     model = toy(("plain", "plain"), page=4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError, UsageError
@@ -66,7 +66,7 @@ def test_the_paper_profile_gives_sinks_and_window_a_quarter_each():
 def test_fully_pinned_pages_take_no_page_slots(tau, on_a_gpu):
     run = run_of(tau, steps=3)
     if on_a_gpu:
-        as_on_a_gpu(run.kv)
+        use_gpu_path(run.kv)
     favorites = run.kv.state.slots[-1].pages[0, 0].tolist()  # the pages that a head scores highest
     run.pin(sorted(token for page in favorites for token in range(page * 8, page * 8 + 8)))
     run.step(20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.freeze_run import AT_ONCE, EVERYTHING, GROUP, HEADS, LAYERS, D, FreezeRun, spec
+from support.freeze_run import EVERYTHING, GROUP, HEADS, LAYERS, TIMERS_ONLY, D, FreezeRun, spec
 from support.kv_steps import decode_step, forward
 
 from kvchat.config.modes import parse
@@ -21,7 +21,7 @@ from kvchat.kv.modes.freeze_timers import Timers
 
 def at_once(floor: int = 0, stagger: int = 1, **params) -> FreezeRun:
     """Every token outside the window freezes as soon as the timers allow; nothing is recalled."""
-    return FreezeRun(rule={**AT_ONCE, "floor": floor, "stagger": stagger}, **{**EVERYTHING, **params})
+    return FreezeRun(rule={**TIMERS_ONLY, "floor": floor, "stagger": stagger}, **{**EVERYTHING, **params})
 
 
 # ---- memory

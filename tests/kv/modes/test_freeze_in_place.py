@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from support.freeze_run import FreezeRun
-from support.grids import thinned
+from support.grids import sampled
 
 from kvchat.kv.ops import cpu_ops
 
@@ -16,7 +16,7 @@ def run_of(unified: bool, windowed: bool, **params) -> FreezeRun:
 
 @pytest.mark.parametrize(
     ("params", "way"),
-    thinned(
+    sampled(
         [{}, {"budget": 90, "K": 16}, {"profile": "paper"}, {"score": "raw", "tau": 4.0}],
         [*product([True, False], repeat=2)],
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.freeze_reference import Simulation
-from support.freeze_run import AT_ONCE, EVERYTHING, FreezeRun, ruled
+from support.freeze_run import EVERYTHING, TIMERS_ONLY, FreezeRun, with_rule
 from support.memory_faults import NO_MEMORY, MemoryRunsOut
 
 from kvchat.config.modes import FreezeParameters, parse
@@ -53,7 +53,7 @@ def test_the_papers_algorithm_works_after_a_long_prompt():
 @pytest.mark.parametrize("windowed", [False, True])
 def test_the_default_rule_matches_the_simulation(windowed):
     params = {"K": 10, "tau": 0.8}
-    with ruled(floor=40, stagger=8, recalls=False):
+    with with_rule(floor=40, stagger=8, recalls=False):
         run = FreezeRun(strength=0.8, windowed=windowed, **params)
         simulation = Simulation(parse("freeze", params).model_dump(), pinned={50, 60})
         run.prefill(120, (50, 60))
@@ -72,7 +72,7 @@ def test_the_default_rule_matches_the_simulation(windowed):
 
 def test_all_expired_tokens_return_at_once():
     """Their number is not capped (audit, 16)."""
-    run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(1000, 4)
+    run = FreezeRun(rule=TIMERS_ONLY, **EVERYTHING).begun(1000, 4)
     assert len(run.active()) < 50
     run.step(1)
     assert len(run.active()) > 900
@@ -82,7 +82,7 @@ def test_all_expired_tokens_return_at_once():
 
 @pytest.mark.parametrize("level", LEVELS[:3])
 def test_each_level_restores_its_tokens(level):
-    run = FreezeRun(rule=AT_ONCE, **EVERYTHING).begun(150, 90)
+    run = FreezeRun(rule=TIMERS_ONLY, **EVERYTHING).begun(150, 90)
     timers = run.kv.mode.timers
     frozen = timers.frozen[:240].clone()
     c, d, since = timers.detections[:240].clone(), timers.timer[:240].clone(), timers.since[:240].clone()

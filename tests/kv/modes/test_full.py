@@ -4,8 +4,8 @@ import pytest
 import torch
 from support import tiny_models
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
-from support.tiny_runner import loaded, prefilled, runner_of, token_ids
+from support.kv_steps import use_gpu_path
+from support.tiny_runner import load_tiny, prefill_logits, runner_of, token_ids
 from support.toy_model import toy
 
 from kvchat.engine import runner
@@ -26,14 +26,19 @@ def steps(one, ids):
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *tiny_models.HYBRID[:1]])
 def test_logits_do_not_depend_on_where_tokens_are_stored(name, monkeypatch):
-    model = loaded(name)
+    model = load_tiny(name)
     in_place = runner_of(model)
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
     monkeypatch.setattr("support.tiny_runner.geometry_of", runner.geometry_of)
     runners = [in_place, runner_of(model), runner_of(model, resident=RING)]
-    as_on_a_gpu(runners[2].kv)
+    use_gpu_path(runners[2].kv)
     ids = token_ids(200)
-    for act, low, high in ((prefilled, 0, RING - 4), (steps, 60, 70), (prefilled, 70, 126), (steps, 126, 131)):
+    for act, low, high in (
+        (prefill_logits, 0, RING - 4),
+        (steps, 60, 70),
+        (prefill_logits, 70, 126),
+        (steps, 126, 131),
+    ):
         in_slots, *others = (act(each, ids[low:high]) for each in runners)
         for other in others:
             torch.testing.assert_close(other, in_slots, atol=2e-5, rtol=1e-4)

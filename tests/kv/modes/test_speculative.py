@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.grids import thinned
+from support.grids import sampled
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu, decode_step, forward
+from support.kv_steps import decode_step, forward, use_gpu_path
 from support.toy_model import Toy, toy
 
 from kvchat.errors import DoesNotFitError, UsageError
@@ -32,7 +32,7 @@ def test_a_budget_is_split_into_sinks_window_and_tokens(unified, window):
     assert (mode.sink, mode.window, mode.k) == (4, window, 256 - 4 - window)
 
 
-@pytest.mark.parametrize(("shape", "bits"), thinned([(1, 1, 64), (2, 3, 64), (3, 2, 40), (1, 9, 128)], [2, 4]), ids=str)
+@pytest.mark.parametrize(("shape", "bits"), sampled([(1, 1, 64), (2, 3, 64), (3, 2, 40), (1, 9, 128)], [2, 4]), ids=str)
 def test_compiled_loops_match_the_reference(shape, bits):
     kv_heads, group, d = shape
     run = Run(large(kv_heads=kv_heads, group=group, d_k=d, d_v=d), "speculative", budget=128, index=f"bits{bits}")
@@ -70,7 +70,7 @@ def test_the_estimate_one_layer_ahead_selects_the_tokens(on_a_gpu):
     """The estimate decides, not the query: runs with equal estimates read the same tokens."""
     run = Run(toy(("plain", "plain", "plain"), page=8), "speculative", query="ahead", **SMALL)
     if on_a_gpu:
-        as_on_a_gpu(run.kv)
+        use_gpu_path(run.kv)
     run.prefill(200)
     layers = range(3)
     run.fresh += 5
@@ -94,7 +94,7 @@ def test_the_estimate_one_layer_ahead_selects_the_tokens(on_a_gpu):
 def test_layers_without_an_estimate_use_their_own_query():
     runs = [Run(toy(("plain", "plain"), page=8), "speculative", query=query, **SMALL) for query in ("ahead", "own")]
     for run in runs:
-        as_on_a_gpu(run.kv)
+        use_gpu_path(run.kv)
         run.prefill(200)
         run.step(4)
     assert torch.equal(*(attended(run.kv.state, 1) for run in runs))

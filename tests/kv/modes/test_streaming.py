@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.kv_run import Run
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
@@ -91,7 +91,7 @@ def test_sinks_are_rotated_to_just_before_the_window(interleaved):
 def test_only_steps_that_drop_tokens_rotate_sinks(monkeypatch):
     """On a GPU too, without reading back: the host knows which steps these are."""
     run = Run(toy(("plain", "plain")), "streaming", budget=64, R=16, sigma=32, delta=8)
-    as_on_a_gpu(run.kv)
+    use_gpu_path(run.kv)
     run.prefill(70)
     rotated = []
 

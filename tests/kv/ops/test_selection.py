@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.eight_bit_run import EightBitRun
-from support.kv_steps import as_on_a_gpu
+from support.kv_steps import use_gpu_path
 from support.mode_rows import CORE, MIXED, ROWS
 from support.toy_model import toy
 
@@ -119,7 +119,7 @@ def test_mixed_pages_survive_switches_with_pinned_messages(row):
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "sync", "freeze"])
 def test_steps_without_readback_match_the_reference(row):
     runs = [EightBitRun.of_row(row, toy(("plain", "plain"), kv_heads=2, group=2, page=8)) for _ in range(2)]
-    for run, path in zip(runs, (lambda kv: None, as_on_a_gpu), strict=True):
+    for run, path in zip(runs, (lambda kv: None, use_gpu_path), strict=True):
         run.prefill(90)
         path(run.kv)
         run.step(15)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models
-from support.grids import thinned
+from support.grids import sampled
 from torch import nn
 
 from kvchat.models import attention_hook
@@ -98,7 +98,7 @@ def test_fused_models_compute_the_same(name, fused):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    thinned(["llama", "olmo2", "gpt_oss", "mixtral"], [torch.bfloat16, torch.float16]),
+    sampled(["llama", "olmo2", "gpt_oss", "mixtral"], [torch.bfloat16, torch.float16]),
     ids=str,
 )
 def test_half_precision_fuses_the_same_modules(name, dtype):

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
-from support.model_folders import declare, listed, planned
+from support.model_folders import listed_bytes, planned_bytes, set_quantization
 from support.progress import silent
 
 from kvchat import libraries
@@ -44,7 +44,7 @@ def test_missing_bitsandbytes_names_the_install_command(nothing_installed):
 
 
 def test_quantizing_a_quantized_model_is_refused(llama_folder):
-    declare(llama_folder, QUANTIZED["gptq"])
+    set_quantization(llama_folder, QUANTIZED["gptq"])
     with pytest.raises(ModelError, match=r"gptq.*--quantize"):
         load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
@@ -61,7 +61,7 @@ def test_quantizing_a_quantized_model_is_refused(llama_folder):
 def test_checkpoints_with_a_missing_package_name_the_command(llama_folder, method, package, message):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    declare(llama_folder, QUANTIZED[method])
+    set_quantization(llama_folder, QUANTIZED[method])
     with pytest.raises(ModelError, match=message):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
@@ -121,8 +121,8 @@ def test_nf4_projections_are_not_merged(nf4):
 def test_a_stored_nf4_checkpoint_loads_unchanged(nf4, tmp_path):
     tiny_multimodal.save(nf4.model, tmp_path)
     again = load_model(Load(str(tmp_path), "cpu"), silent)
-    assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
-    assert listed(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
+    assert planned_bytes(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
+    assert listed_bytes(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
     assert (again.weights, again.weight_bytes) == ("nf4", nf4.weight_bytes)
     assert relative_error(sample_logits(again.model), sample_logits(nf4.model)) < 1e-5
 
@@ -138,8 +138,8 @@ def test_a_stored_8_bit_checkpoint_gets_the_requested_dtype(llama_folder, dtype,
     ).save_pretrained(llama_folder)
     loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
     assert (loaded.weights, str(loaded.dtype)) == ("bitsandbytes", f"torch.{dtype}")
-    assert planned(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
-    assert listed(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert planned_bytes(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed_bytes(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
     caplog.clear()
     sample_logits(loaded.model)
     assert caplog.text == ""
@@ -210,8 +210,8 @@ def test_torchao_checkpoints_stay_packed(llama_folder, kind, name, dtype):
     packed.save_pretrained(llama_folder)
     loaded = load_model(Load(str(llama_folder), "cpu"), silent)
     assert (loaded.weights, str(loaded.dtype)) == (name, f"torch.{dtype}")
-    assert planned(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
-    assert listed(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.03)
+    assert planned_bytes(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed_bytes(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.03)
     assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
     if name == "torchao":
         with pytest.raises(UsageError, match=r"bfloat16.* float32.*--dtype bfloat16"):

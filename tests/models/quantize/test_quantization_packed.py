@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import torch
 from support import tiny_runner
-from support.model_folders import declare, listed, planned
+from support.model_folders import listed_bytes, planned_bytes, set_quantization
 from support.progress import silent
-from support.tiny_runner import mode_of, prefilled, token_ids
+from support.tiny_runner import mode_of, prefill_logits, token_ids
 
 from kvchat.engine.runner import ModelRunner
 from kvchat.models.fuse.modules import sample_logits
@@ -59,7 +59,7 @@ def packed(method, weight):
 @pytest.fixture(params=FORMATS)
 def checkpoint(llama_folder, request):
     """The tiny Llama in one format, and the same model with the unpacked weights."""
-    stored, rounded = {}, tiny_runner.loaded("llama")
+    stored, rounded = {}, tiny_runner.load_tiny("llama")
     for name, parameter in rounded.model.named_parameters():
         if "_proj" in name:
             tensors, parameter.data = packed(request.param, parameter)
@@ -67,7 +67,7 @@ def checkpoint(llama_folder, request):
         else:
             stored[name] = parameter.detach().clone()
     safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
-    declare(llama_folder, FORMATS[request.param])
+    set_quantization(llama_folder, FORMATS[request.param])
     return llama_folder, rounded, request.param
 
 
@@ -77,8 +77,8 @@ def test_packed_checkpoints_compute_like_their_unpacked_weights(checkpoint, capf
     loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
     assert capfd.readouterr().out == ""
     assert loaded.weights == method
-    assert planned(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
-    assert listed(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert planned_bytes(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed_bytes(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
     assert relative_error(sample_logits(loaded.model), sample_logits(rounded.model)) < CLOSE
     errors = {
         row: relative_error(*(decoded(ModelRunner(model, mode_of(model, row))) for model in (loaded, rounded)))
@@ -90,4 +90,4 @@ def test_packed_checkpoints_compute_like_their_unpacked_weights(checkpoint, capf
 def decoded(runner):
     """The logits after a prefill of 160 tokens and 20 decoded ones."""
     ids = token_ids(180)
-    return torch.stack([prefilled(runner, ids[:160]), *map(runner.step, ids[160:])])
+    return torch.stack([prefill_logits(runner, ids[:160]), *map(runner.step, ids[160:])])

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from support import stored_weights, tiny_models, tiny_multimodal
 from support.message import lacks
-from support.model_folders import listed
+from support.model_folders import listed_bytes
 from support.progress import silent
 from support.stored_weights import FP8, MXFP4, PACKED_4
 
@@ -86,7 +86,7 @@ def test_checkpoints_are_requantized_by_default(checkpoints, name):
     planned = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
     measured = {choice: loaded(folder, choice).weight_bytes for choice in ("none", "int8", "int4")}
     assert (planned.by_default, planned.weights) == (kind, pytest.approx(measured, rel=0.005))
-    assert listed(folder, "float32") == planned.weights[kind]
+    assert listed_bytes(folder, "float32") == planned.weights[kind]
 
 
 @pytest.mark.parametrize("name", UNPACKED)

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from support.app_driver import ask, notes, press, prompt, texts, toasts, typed
+from support.app_driver import ask, notes, press, prompt, submit, texts, toasts
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
@@ -26,9 +26,9 @@ from kvchat.tui.widgets.panels import KvColumn
 async def test_the_mode_command_switches_and_marks_the_mode(running):
     async with running() as (app, _pilot, until):
         for mode, parameters in [(mode, registered()[mode]) for mode in ("freeze", "quest")]:
-            typed(app, f"/mode {mode}")
+            submit(app, f"/mode {mode}")
             await until(lambda mode=mode: app.controller.state.mode == mode)
-            typed(app, "/mode")
+            submit(app, "/mode")
             shown = f"● {mode} ", parameters.title
             await until(lambda shown=shown: any(all(part in text for part in shown) for text in notes(app)))
         assert app.chat.query(SwitchNote)
@@ -36,15 +36,15 @@ async def test_the_mode_command_switches_and_marks_the_mode(running):
 
 async def test_commands_set_mode_parameters(running):
     async with running() as (app, _pilot, until):
-        typed(app, "/mo spec ta=0.7")
+        submit(app, "/mo spec ta=0.7")
         await until(lambda: app.controller.state.params.get("tau") == 0.7)
-        typed(app, "/budget 1024")
+        submit(app, "/budget 1024")
         await until(lambda: app.controller.state.params["budget"] == 1024)
-        typed(app, "/sink 32")
+        submit(app, "/sink 32")
         await until(lambda: app.controller.state.params["sink"] == 32)
-        typed(app, "/window 128")
+        submit(app, "/window 128")
         await until(lambda: app.controller.state.params["window"] == 128)
-        typed(app, "/set tau 0.9")
+        submit(app, "/set tau 0.9")
         await until(lambda: app.controller.state.params["tau"] == 0.9)
         await until(lambda: app.chat.query_one(ModeBar).params["budget"] == 1024)
 
@@ -86,36 +86,36 @@ def test_code_blocks_are_found_in_linear_time():
 
 async def test_commands_set_sampling_values(running):
     async with running() as (app, _pilot, until):
-        typed(app, "/set temperature 0.2")
+        submit(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
-        typed(app, "/set stop a=b")
+        submit(app, "/set stop a=b")
         await until(lambda: app.controller.state.sampling.stop == ("a=b",))
-        typed(app, "/set temprature 1")
+        submit(app, "/set temprature 1")
         await until(lambda: 'Did you mean "temperature"?' in toasts(app))
-        typed(app, "/set")
+        submit(app, "/set")
         await until(lambda: any(re.search("temperature +0.2 +a number from 0", note) for note in notes(app)))
-        typed(app, "/set temp")
+        submit(app, "/set temp")
         await until(lambda: "temperature is 0.2. It takes a number from 0 to 100." in toasts(app))
         assert not app.chat.query(Problem)
 
 
 async def test_system_stats_theme_copy_and_panels_commands(running):
     async with running() as (app, _pilot, until):
-        typed(app, "/system be brief")
+        submit(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
         await ask(app, "hello")
         assert app.controller.state.conversation.command(app.controller.state.sampling).turns[0] == Turn(
             "system", "be brief"
         )
-        typed(app, "/copy")
+        submit(app, "/copy")
         await until(lambda: app.clipboard.startswith("Section 3"))
-        typed(app, "/stats")
+        submit(app, "/stats")
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
-        typed(app, "/theme kvchat-light")
+        submit(app, "/theme kvchat-light")
         await until(lambda: app.theme == "kvchat-light" and app.chat.query_one(KvColumn).display)
-        typed(app, "/panels")
+        submit(app, "/panels")
         await until(lambda: app.chat.has_class("panels-on"))  # all figures
-        typed(app, "/panels")
+        submit(app, "/panels")
         await until(lambda: not app.chat.query_one(KvColumn).display)
         press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
@@ -124,10 +124,10 @@ async def test_system_stats_theme_copy_and_panels_commands(running):
 async def test_the_file_command_starts_a_prompt(running, tmp_path):
     path = tmp_path / "a file.txt"
     async with running() as (app, _pilot, until):
-        typed(app, f"/file {path}")
+        submit(app, f"/file {path}")
         await until(lambda: f"{path} cannot be read. No such file" in toasts(app))
         path.write_text("of words")
-        typed(app, f"/file {path}")
+        submit(app, f"/file {path}")
         await until(lambda: prompt(app).text == f'@"{path}" ')
 
 

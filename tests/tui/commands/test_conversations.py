@@ -4,8 +4,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, ask, notes, press, texts, toasts, typed
-from support.keeping import keep
+from support.app_driver import answers, ask, notes, press, submit, texts, toasts
+from support.keeping import save_changes
 from support.patience import PATIENCE_S
 
 from kvchat.conversations.conversation import Conversation, Message
@@ -27,7 +27,7 @@ async def test_a_damaged_conversation_is_reported(running, config):
     store = ConversationStore(config.database)
     damaged = Conversation(title="one")
     damaged.add(Message(parent=None, role="user", text="one"))
-    keep(store, damaged)
+    save_changes(store, damaged)
     store._db.execute("UPDATE conversation SET params = '{'")
     store.close()
     async with running(replace(config, resume=True)) as (app, _pilot, until):
@@ -59,11 +59,11 @@ async def test_quitting_waits_for_a_busy_disk(running, config, moment):
     async with running(config) as (app, _pilot, until):
         controller = app.controller
         if "question" not in moment:
-            typed(app, "slow")
+            submit(app, "slow")
             await until(lambda: answers(app) and answers(app)[-1].text)
         controller.archive._thread.submit(free.wait, PATIENCE_S)
         if "question" in moment:
-            typed(app, "hello")
+            submit(app, "hello")
             await until(lambda: controller.state.conversation.turns)
         elif "ended" in moment:
             press(app, "ctrl+c")
@@ -98,46 +98,46 @@ async def test_quitting_with_unsaved_text_needs_two_presses(running, config, mon
 
 async def test_title_fork_delete_and_restore_commands(running, config):
     async with running(config) as (app, _pilot, until):
-        typed(app, "/delete")
+        submit(app, "/delete")
         await until(lambda: "nothing to delete" in toasts(app))
         await ask(app, "hello")
-        typed(app, "/title A greeting")
+        submit(app, "/title A greeting")
         await until(lambda: "Title: A greeting" in notes(app))
         first = app.controller.state.conversation
-        typed(app, "/fork")
+        submit(app, "/fork")
         await until(lambda: app.controller.state.conversation is not first)
         assert app.controller.state.conversation.turns == first.turns
         await until(lambda: questions(app) == ["hello"])
-        typed(app, "/delete")
+        submit(app, "/delete")
         await until(lambda: app.chat.query(Welcome))
         await until(lambda: "“A greeting” was deleted" in toasts(app))
-        typed(app, "/restore")
+        submit(app, "/restore")
         await until(lambda: questions(app) == ["hello"])
-        typed(app, "/restore")
+        submit(app, "/restore")
         await until(lambda: "Nothing was deleted" in toasts(app))
 
 
 async def test_export_and_import(running, config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with running(config) as (app, _pilot, until):
-        typed(app, f"/export {tmp_path}/empty.md")
+        submit(app, f"/export {tmp_path}/empty.md")
         await until(lambda: "nothing to export" in toasts(app))
         await ask(app, "hello")
-        typed(app, "/export")
+        submit(app, "/export")
         await until((tmp_path / "hello.md").exists)
         await until(lambda: str(tmp_path / "hello.md") in toasts(app))
         for name, given in (("a.md", "{}"), ("b c.json", '"{}"')):
-            typed(app, f"/export {given.format(tmp_path / name)}")
+            submit(app, f"/export {given.format(tmp_path / name)}")
             await until((tmp_path / name).exists)
-        typed(app, f"/export {tmp_path}/a.md")
+        submit(app, f"/export {tmp_path}/a.md")
         await until(lambda: "exists" in toasts(app))
-        typed(app, f"/export {tmp_path}/a.pdf")
+        submit(app, f"/export {tmp_path}/a.pdf")
         await until(lambda: ".pdf" in toasts(app))
-        typed(app, f"/export {tmp_path}/a\0.md")
+        submit(app, f"/export {tmp_path}/a\0.md")
         await until(lambda: "a NUL in its name" in toasts(app))
         first = app.controller.state.conversation
-        typed(app, f"/import '{tmp_path}/b c.json'")
+        submit(app, f"/import '{tmp_path}/b c.json'")
         await until(lambda: app.controller.state.conversation.id != first.id)
         assert app.controller.state.conversation.turns == first.turns
-        typed(app, f"/import {tmp_path}/a.md")
+        submit(app, f"/import {tmp_path}/a.md")
         await until(lambda: "not a kvchat conversation" in toasts(app))

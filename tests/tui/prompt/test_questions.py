@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from support.app_driver import prompt, typed, wait_for
+from support.app_driver import prompt, submit, wait_for
 
 from kvchat.conversations.conversation import Conversation, Message
 from kvchat.protocol.figures import Stats
@@ -68,7 +68,7 @@ async def test_the_token_estimate_is_shown_while_typing(running):
         prompt(app).load_text("/budget 128")
         await until(lambda: prompt(app).border_subtitle == "")
         prompt(app).load_text("")
-        typed(app, "hello")
+        submit(app, "hello")
         await until(lambda: prompt(app).border_subtitle == "")
 
 

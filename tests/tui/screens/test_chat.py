@@ -7,15 +7,15 @@ from dataclasses import replace
 from support.app_driver import (
     answers,
     ask,
-    finished,
     focus,
+    is_finished,
     notes,
     press,
     prompt,
     receipts,
+    submit,
     texts,
     toasts,
-    typed,
     wait_for,
 )
 from textual.widgets import Markdown, Static
@@ -52,7 +52,7 @@ async def test_a_question_is_answered_with_markdown_and_a_receipt(running):
         assert texts(app.chat.query(Question)) == ["hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
-        typed(app, "/unload")
+        submit(app, "/unload")
         await until(lambda: app.controller.state.phase is Phase.DOWN and app.controller.state.snapshot is None)
         assert app.chat.query_one(StatusBar).render().plain == ""
         assert dict(app.chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "–"
@@ -61,7 +61,7 @@ async def test_a_question_is_answered_with_markdown_and_a_receipt(running):
 async def test_the_command_line_question_is_sent_when_ready(running, config):
     prompted = replace(config, prompt="hello", database=config.log_file.with_name("chats.db"))
     async with running(prompted) as (app, _, until):
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello"
         assert prompt(app).text == ""
     async with running(replace(prompted, prompt="/mode streaming", resume=True)) as (app, _, until):
@@ -72,7 +72,7 @@ async def test_the_command_line_question_is_sent_when_ready(running, config):
         assert prompt(app).text == "@./none.txt", "an invalid prompt stays for correction"
     long = "a line\n" * FOLD_LINES + "and its end\tis here"
     async with running(replace(prompted, prompt=long)) as (app, _, until):
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == long
 
 
@@ -115,7 +115,7 @@ async def test_input_during_loading_is_queued_in_order(running):
         await until(lambda: prompt(app).border_subtitle == "5 queued, ↑ takes the last one back")
         assert not toasts(app)
         await app.controller.answers.ready()
-        await until(lambda: finished(app) and app.controller.state.mode == "sync")
+        await until(lambda: is_finished(app) and app.controller.state.mode == "sync")
         assert texts(app.chat.query(Question)) == ["hello"]
         assert " · streaming · " in receipts(app)[0]
         assert app.controller.state.sampling.temperature == 0.25
@@ -128,7 +128,7 @@ def drawn(answer: Answer) -> str:
 
 async def test_f6_switches_during_an_answer(running):
     async with running() as (app, _pilot, until):
-        typed(app, "slow")
+        submit(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "f6")
         await until(lambda: app.controller.state.mode == "freeze")
@@ -142,7 +142,7 @@ async def test_f6_switches_during_an_answer(running):
         await until(lambda: re.search(pattern, texts(answer.query(".switches").results(Static))[0]))
         assert "tok/s" in app.chat.query_one(StatusBar).render().plain
         press(app, "escape")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert not app.chat.query(SwitchNote)
         assert "┃" not in answer.text
         assert app.chat.query_one(ModeBar).mode == "speculative"
@@ -152,7 +152,7 @@ async def test_f6_switches_during_an_answer(running):
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         assert app.chat.query_one(Ribbon).ticks == (), "the switch was in another branch"
         press(app, "escape")
-        await until(lambda: finished(app, 2))
+        await until(lambda: is_finished(app, 2))
         await app.controller.branches.select_sibling(-1)
         await until(lambda: app.chat.query_one(Ribbon).ticks)
 
@@ -170,7 +170,7 @@ async def test_a_new_conversation_clears_the_figures(running):
         assert not recall.keys() & {"hit rate", "time p50 / p95"}
         assert dict(chat.query_one("#memory-rows", LabeledRows).rows)["weights"] == "86.0 MiB"  # it stays loaded
         assert not chat.query_one("#extra-rows", LabeledRows).display
-        typed(app, "/mode streaming")
+        submit(app, "/mode streaming")
         await until(lambda: chat.query(SwitchNote))
         assert texts(chat.query(SwitchNote)) == ["speculative → streaming · budget 512"]
         assert not chat.query_one(Ribbon).ticks
@@ -181,12 +181,12 @@ async def test_a_new_conversation_clears_the_figures(running):
 async def test_queued_prompts_can_be_taken_back_and_survive_a_stop(running):
     async with running(ready=False) as (app, _pilot, until):
         await ask(app, "hello")
-        typed(app, "hold")
+        submit(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         queue = app.controller.answers.queue
-        typed(app, "next")
+        submit(app, "next")
         await until(lambda: len(queue) == 1)
-        typed(app, "third")
+        submit(app, "third")
         await until(lambda: len(queue) == 2)
         await until(lambda: texts(app.chat.query(Question))[-2:] == ["next  (queued)", "third  (queued)"])
         press(app, "up")
@@ -195,9 +195,9 @@ async def test_queued_prompts_can_be_taken_back_and_survive_a_stop(running):
         press(app, "enter")
         await until(lambda: len(queue) == 2 and "2 queued, ↑ takes" in str(prompt(app).border_subtitle))
         press(app, "escape")
-        await until(lambda: finished(app, 2) and "2 held: Enter sends them" in str(prompt(app).border_subtitle))
+        await until(lambda: is_finished(app, 2) and "2 held: Enter sends them" in str(prompt(app).border_subtitle))
         press(app, "enter")
-        await until(lambda: finished(app, 4))
+        await until(lambda: is_finished(app, 4))
         questions = [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"]
         assert questions == ["hello", "hold", "next", "third at last"]
 
@@ -222,7 +222,7 @@ async def test_resizing_changes_the_layout_and_loses_nothing(running):
         await pilot.resize_terminal(120, 40)
         await until(lambda: not app.chat.query_one("#too-small").display and prompt(app).has_focus)
         assert prompt(app).text == "draft"
-        assert finished(app)
+        assert is_finished(app)
 
 
 async def test_keys_act_on_the_selected_message_or_the_prompt(running):

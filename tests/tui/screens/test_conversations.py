@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import choices, opened, press, texts
-from support.keeping import keep
+from support.app_driver import choices, is_open, press, texts
+from support.keeping import save_changes
 from textual.widgets import Input, OptionList
 
 from kvchat.conversations.conversation import Conversation
@@ -23,13 +23,13 @@ def config(config, tmp_path):
         conversation = Conversation()
         conversation.ask(question)
         conversation.answer(f"Yes: {question}", "eos")
-        keep(store, conversation)
+        save_changes(store, conversation)
     store.close()
     return replace(config, database=path)
 
 
 def shown(app):
-    return opened(app, ConversationsScreen) and app.screen.query(OptionList)
+    return is_open(app, ConversationsScreen) and app.screen.query(OptionList)
 
 
 async def test_a_conversation_is_found_and_opened(running, config):

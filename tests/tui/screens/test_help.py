@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from support.app_driver import ask, drawn, opened, press
+from support.app_driver import ask, drawn, is_open, press
 from textual.command import CommandInput, CommandList
 from textual.widgets import Input
 
@@ -58,7 +58,7 @@ async def test_help_works_in_the_ansi_theme_and_reports_no_match(running, config
     """The theme names its colors as Textual does, which Rich cannot parse."""
     async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
         press(app, "f1")
-        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
+        await until(lambda: is_open(app, HelpScreen) and "Ctrl+J" in drawn(app))
         nothing, field = app.screen.query_one("#no-match"), app.screen.query_one(Input)
         for typed, is_reported in (("export", False), ("no such words", True), (" ", False)):
             field.value = typed
@@ -79,7 +79,7 @@ async def test_dismissing_a_screen_twice_closes_only_that_screen(running):
             below = app.screen
             if key != "f2":
                 app.action_settings()
-                await until(lambda: opened(app, SettingsScreen))
+                await until(lambda: is_open(app, SettingsScreen))
                 for _ in range(2):
                     below.dismiss()
                 assert app.screen_stack[-2:] == [below, app.screen]
@@ -99,7 +99,7 @@ async def test_dismissing_a_screen_twice_closes_only_that_screen(running):
             screen.dismiss()
             await until(lambda screen=screen: not screen.is_attached)
         app.action_command_palette()
-        await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
+        await until(lambda: is_open(app, Palette) and app.screen.query(CommandInput))
         closing, commands = app.screen, app.screen.query_one(CommandList)
         closing.dismiss()
         await until(lambda: not closing.is_attached)

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.app_driver import choices, finished, opened, press
+from support.app_driver import choices, is_finished, is_open, press
 from support.patience import PATIENCE_S
 from support.weights import linears
 from textual.widgets import OptionList
@@ -28,7 +28,7 @@ def machine(monkeypatch):
 
 
 def shown(app):
-    return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(choices(app)) == 2
+    return is_open(app, ModelsScreen) and app.screen.query(OptionList) and len(choices(app)) == 2
 
 
 async def test_a_model_is_found_planned_and_loaded(running, machine):
@@ -59,7 +59,7 @@ async def test_enter_during_the_search_loads_the_typed_model(running, machine, m
     monkeypatch.setattr(choosing.catalog, "is_here", lambda name: located.wait(PATIENCE_S))
     async with running() as (app, _pilot, until):
         press(app, "ctrl+o", *"other", "enter")
-        await until(lambda: opened(app, ModelsScreen) and app.screen._is_chosen)
+        await until(lambda: is_open(app, ModelsScreen) and app.screen._is_chosen)
         picker = app.screen
         found.set()
         await until(lambda: app.screen is app.chat and not picker.is_attached)
@@ -73,7 +73,7 @@ async def test_a_question_goes_to_the_model_chosen_before_it(running, machine, m
         press(app, "ctrl+o")
         await until(lambda: shown(app))
         press(app, "down", "enter", *"hello", "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.models.in_use.model == "org/other"
 
 

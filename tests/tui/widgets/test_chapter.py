@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from support.app_driver import ask, drawn, finished, press, prompt, texts, typed, wait_for
+from support.app_driver import ask, drawn, is_finished, press, prompt, submit, texts, wait_for
 
 from kvchat.conversations.conversation import Message
 from kvchat.paths import BUNDLED
@@ -156,7 +156,7 @@ async def test_the_welcome_screen_disappears_after_the_first_question(running, s
         await until(lambda: 0 < welcome.region.height <= transcript.region.height)
         assert ("what the figures mean" in shown) == (size[1] >= 40)
         press(app, "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
         assert not app.chat.query(Welcome)
         await ask(app, "2")
@@ -165,7 +165,7 @@ async def test_the_welcome_screen_disappears_after_the_first_question(running, s
 
 async def test_a_number_or_a_click_asks_an_example(running):
     async with running() as (app, pilot, until):
-        typed(app, "4")
+        submit(app, "4")
         await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
@@ -183,5 +183,5 @@ async def test_a_number_or_a_click_asks_an_example(running):
         line = welcome.region.y + row  # its row on the screen once it is drawn
         await until(lambda: EXAMPLES[True][1] in drawn(app).splitlines()[line])
         await pilot.click(Welcome, offset=(8, row))
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][1]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import ask, press, prompt, texts, typed
+from support.app_driver import ask, press, prompt, submit, texts
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
@@ -39,7 +39,7 @@ async def test_four_figures_are_shown_until_f7_shows_all(running):
         await until(lambda: not column.display)
         press(app, "f7")
         await until(lambda: column.display and len(shown()) == 4)
-        typed(app, "/mode")
+        submit(app, "/mode")
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 
 
@@ -139,7 +139,7 @@ async def test_badges_show_reasons_and_fit_every_width(running, monkeypatch):
         await until(
             lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(BADGE_GLYPH) == 2
         )
-        typed(app, "slow")
+        submit(app, "slow")
         for width, words in ((80, "memory · no CUDA graph"), (40, f"{BADGE_GLYPH} 2")):
             await pilot.resize_terminal(width, 24)
             await until(lambda width=width: "tok/s" in bar.render().plain and bar.size.width == width)

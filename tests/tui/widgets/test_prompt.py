@@ -3,7 +3,7 @@
 import shlex
 import time
 
-from support.app_driver import finished, press, prompt, typed, wait_for
+from support.app_driver import is_finished, press, prompt, submit, wait_for
 from support.message import lacks
 from textual import events
 
@@ -41,7 +41,7 @@ async def test_pastes_are_literal_folded_if_large_and_undoable(running):
         await paste(app, "/theme kvchat-light")
         field.clear()
         await until(lambda: "/theme kvchat-light" not in field._pastes)
-        typed(app, "/theme kvchat-light")  # the same text, but typed it is a command
+        submit(app, "/theme kvchat-light")  # the same text, but typed it is a command
         await until(lambda: app.theme == "kvchat-light")
 
 
@@ -81,16 +81,16 @@ async def test_mentions_typed_next_to_a_paste_work(running, tmp_path):
     async with running() as (app, _pilot, until):
         (await paste(app, "@dataclass @/no/such/file")).insert(f" and @{tmp_path}/notes.txt")
         press(app, "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         sent = app.controller.state.conversation.turns[0].content
         assert "a fact" in sent
         assert sent.endswith(f"@dataclass @/no/such/file and {tmp_path}/notes.txt")
         press(app, "up", "enter")
-        await until(lambda: finished(app, 2))
+        await until(lambda: is_finished(app, 2))
         assert app.controller.state.conversation.turns[2].content == sent
         (await paste(app, f"{tmp_path}/notes.txt")).insert("@", (0, 0))  # first dropped, then attached
         press(app, "enter")
-        await until(lambda: finished(app, 3))
+        await until(lambda: is_finished(app, 3))
         assert "a fact" in app.controller.state.conversation.turns[4].content
 
 
@@ -103,7 +103,7 @@ async def test_all_files_dropped_behind_an_at_sign_are_attached(running, tmp_pat
         app.post_message(events.Paste(shlex.join(str(tmp_path / name) for name in names) + " "))
         await until(lambda: "Bob" in prompt(app).text)
         press(app, "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         sent = app.controller.state.conversation.turns[0].content
         assert not lacks(sent, *(f"fact {name}" for name in names))
 
@@ -120,7 +120,7 @@ async def test_long_editor_text_attaches_files_unless_it_had_pastes(running, tmp
             field.replace_all(field.written.text)  # opened in the editor once more
             assert len(field.text) < len(written)
             press(app, "enter")
-            await until(lambda answers=answers: finished(app, answers))
+            await until(lambda answers=answers: is_finished(app, answers))
             assert ("a fact" in conversation.turns[-2].content) == is_attached
             await paste(app, "@dataclass")
 
@@ -151,14 +151,14 @@ async def test_five_megabytes_fold_quickly_and_are_sent_whole(running):
         assert time.process_time() - begun < 5  # the CPU time of this process only
         field.insert(" what is this?")
         press(app, "enter")
-        await until(lambda: finished(app))
+        await until(lambda: is_finished(app))
         assert app.controller.state.conversation.turns[0].content == text + " what is this?"
 
 
 async def test_newlines_history_and_typing_ahead(running):
     async with running() as (app, _pilot, until):
         press(app, "a", "ctrl+j", "b", "enter", "left", "y", "o")
-        await until(lambda: finished(app) and prompt(app).text == "yo")
+        await until(lambda: is_finished(app) and prompt(app).text == "yo")
         assert app.controller.state.conversation.turns[0].content == "a\nb"
         prompt(app).load_text("")
         press(app, "d", "up")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.app_driver import answers, ask, opened, press, prompt, toasts
+from support.app_driver import answers, ask, is_open, press, prompt, toasts
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
 
@@ -139,7 +139,7 @@ async def test_without_a_gpu_no_device_is_mentioned(running, monkeypatch):
         assert "device" not in shown
         assert "host" not in shown
         press(app, "f1")
-        await until(lambda: opened(app, HelpScreen))
+        await until(lambda: is_open(app, HelpScreen))
         assert str(app.screen.query(Static).last().content) == shown
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from support.app_driver import answers, ask, finished, notes, press, texts, typed
+from support.app_driver import answers, ask, is_finished, notes, press, submit, texts
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message, ModeChange
@@ -31,7 +31,7 @@ def test_at_least_two_answers_stay_expanded():
 async def test_new_lines_are_counted_while_scrolled_up(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         await ask(app, "hello")
-        typed(app, "slow")
+        submit(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "pageup")
         chip = app.chat.query_one(NewLines)
@@ -66,7 +66,7 @@ async def test_old_answers_collapse_and_expand_when_read(running, monkeypatch):
     async with running(size=(80, 24)) as (app, _pilot, until):
         for number in range(1, 9):
             await app.controller.ask("hello")
-            await until(lambda number=number: finished(app, number))
+            await until(lambda number=number: is_finished(app, number))
             await until(lambda: answers(app)[-1].query_one(".receipt").region.height)  # it is laid out completely
         first, transcript = answers(app)[0], app.chat.query_one(Transcript)
         await until(lambda: first.collapsed)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.grids import WHOLE, thinned
+from support.grids import WHOLE, sampled
 from support.random_kv import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
 
 from kvchat.kv.attention import AttentionSpec
@@ -36,7 +36,7 @@ def layouts(heads):
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),
     [
-        *((shape, "all", dtype) for shape, dtype in thinned(SHAPES, (torch.float32, torch.bfloat16))),
+        *((shape, "all", dtype) for shape, dtype in sampled(SHAPES, (torch.float32, torch.bfloat16))),
         *(("plain", kind, torch.float16) for kind in KINDS),
     ],
     ids=str,
@@ -150,7 +150,7 @@ def test_a_head_without_tokens_returns_zeros(device):
     assert bool(total.isfinite().all())
 
 
-@pytest.mark.parametrize(("programs", "dtype"), thinned([1, 7, 1000], [torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize(("programs", "dtype"), sampled([1, 7, 1000], [torch.bfloat16, torch.float16]), ids=str)
 def test_outputs_do_not_depend_on_the_number_of_programs(programs, dtype, device):
     g = geometry_of("plain", dtype)
     expected, measured = sides(g, device, Layout(0, LAYERS, 0, 900), tokens=1000, exact=True)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.grids import thinned
+from support.grids import sampled
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
@@ -39,7 +39,7 @@ def move_on_both(both, move):
     return expected.counters.tolist()
 
 
-@pytest.mark.parametrize(("case", "dtype"), thinned([*product(SHAPES, (1, 5))], [*TOLERANCE]), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), sampled([*product(SHAPES, (1, 5))], [*TOLERANCE]), ids=str)
 def test_page_moves_match_torch(case, dtype, device):
     shape, ctas = case
     g = geometry_of(shape, dtype)
@@ -57,7 +57,7 @@ def test_page_moves_match_torch(case, dtype, device):
     assert still[0] == 3
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, HALVES), ids=str)
 def test_token_moves_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     heads = picked(dtype is torch.float16, g.kv_heads)
@@ -77,7 +77,7 @@ def test_token_moves_match_torch(shape, dtype, device):
     move_on_both(both, move)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, HALVES), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, HALVES), ids=str)
 def test_shared_token_moves_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     both = sides(g, device, Layout(0, LAYERS, 0, 100, unordered=True), tokens=150)
@@ -148,7 +148,7 @@ def layouts(heads):
         yield [Layout(0, LAYERS, 0, 80, heads=random_ints), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, [*TOLERANCE]), ids=str)
 def test_new_tokens_are_written_to_slots_and_host_pool(shape, dtype, device):
     g = geometry_of(shape, dtype)
     for places in layouts(g.kv_heads):
@@ -168,7 +168,7 @@ def test_new_tokens_are_written_to_slots_and_host_pool(shape, dtype, device):
             assert torch.equal(measured, expected)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, [*TOLERANCE]), ids=str)
 def test_bounds_widen_as_in_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = (PageBounds(g, device) for _ in range(2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grids import thinned
+from support.grids import sampled
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
@@ -20,7 +20,7 @@ def ops_of(shape, device, dtype=torch.float32):
     return [side.ops for side in sides(geometry_of(shape, dtype), device, exact=True)]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, [*TOLERANCE]), ids=str)
 def test_page_scores_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = sides(g, device, tokens=290, exact=True)
@@ -36,7 +36,7 @@ def test_page_scores_match_torch(shape, dtype, device):
     assert_near(scores[:, :, :full], exact, torch.float32)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [*TOLERANCE]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, [*TOLERANCE]), ids=str)
 def test_heads_to_correct_match_torch(shape, dtype, device):
     g = geometry_of(shape, dtype)
     expected, measured = ops_of(shape, device, dtype)

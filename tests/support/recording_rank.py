@@ -1,4 +1,4 @@
-"""``python noting_rank.py``: a follower rank that runs out of memory where a test says, and reports its state."""
+"""``python recording_rank.py``: a follower rank that runs out of memory where a test says, and reports its state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvchat.kv.state import KVState
 
 
 @dataclass
-class Told:
+class RankRecord:
     """What a rank did with its heads, in speculative mode.
 
     Attributes:
@@ -33,7 +33,7 @@ class Told:
     keys: Tensor = field(default_factory=lambda: torch.empty(0))
     index: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def note_step(self, state: KVState) -> None:
+    def record_step(self, state: KVState) -> None:
         self.read.append(torch.stack([attended(state, layer) for layer in range(state.geometry.layers)]))
         self.queries.append(state.query.clone())
 
@@ -45,12 +45,12 @@ class Told:
         self.index = kv.mode.index.data.clone()
 
 
-class NotingFollower(follower.Follower):
+class RecordingFollower(follower.Follower):
     _fault: MemoryRunsOut | None = None
-    _told = Told()
+    _record = RankRecord()
 
     def do(self, order: follower.Order) -> None:
-        if order.name in vars(NotingFollower):
+        if order.name in vars(RecordingFollower):
             getattr(self, order.name)(*order.given)
         elif self._fault is None:
             super().do(order)
@@ -62,29 +62,29 @@ class NotingFollower(follower.Follower):
         """Let memory run out in later orders, at the operations with these numbers; never without numbers."""
         self._fault = MemoryRunsOut(*places) if places else None
 
-    def check_alike(self, total: int, mode: str, params: dict[str, Any], pins: tuple[int, ...]) -> None:
+    def check_in_sync(self, total: int, mode: str, params: dict[str, Any], pins: tuple[int, ...]) -> None:
         """Raise ``UsageError`` if this rank's state is not the leader's."""
         kv = self._runner.kv
         mine = (kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
         if mine != (total, mode, params, pins):
             raise UsageError(f"{mine} here, {(total, mode, params, pins)} there")
 
-    def tell_count(self) -> None:
+    def count_operations(self) -> None:
         """Raise ``UsageError`` with the number of operations since ``run_out``."""
         assert self._fault
         raise UsageError(str(self._fault.count))
 
-    def note_step(self) -> None:
-        self._told.note_step(self._runner.kv.state)
+    def record_step(self) -> None:
+        self._record.record_step(self._runner.kv.state)
 
-    def tell(self, file: str) -> None:
-        """Write the ``Told`` of all recorded steps to ``file``."""
-        self._told.end(self._runner.kv)
-        torch.save(self._told, file)
+    def save(self, file: str) -> None:
+        """Write the ``RankRecord`` of all recorded steps to ``file``."""
+        self._record.end(self._runner.kv)
+        torch.save(self._record, file)
 
 
 if __name__ == "__main__":
-    from support import noting_rank  # the class that it writes is of that module, not of __main__
+    from support import recording_rank  # the class that it writes is of that module, not of __main__
 
-    follower.Follower = noting_rank.NotingFollower
+    follower.Follower = recording_rank.RecordingFollower
     follower.main()
