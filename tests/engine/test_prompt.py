@@ -207,7 +207,7 @@ def test_edited_turn_keeps_the_tokens_before_it(tokenizer, encoder):
     assert tokenizer.decode(prompt.ids) == prompt.text
 
 
-def test_answer_is_regenerated_or_gone_on_with_from_its_last_token(tokenizer, encoder):
+def test_regenerated_and_continued_answers_reuse_all_but_one_token(tokenizer, encoder):
     stored, ids = Stored(), one_by_one(tokenizer, "Hello ")
     chat(encoder, [user("Hi")], "Hello ", ids, stored)
     again = encoder.encode([user("Hi")], stored)
