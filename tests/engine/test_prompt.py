@@ -491,7 +491,7 @@ AGENT = (
 
 
 @pytest.mark.parametrize("said", ["", "I look it up."])
-def test_a_thought_beside_an_answer_is_written_by_the_template_that_reads_it(tokenizer, said):
+def test_templates_that_read_thoughts_receive_them(tokenizer, said):
     encoder = with_template(tokenizer, AGENT)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {}}}
     more = {"reasoning_content": "They <|end|> ask.", "tool_calls": [call]}
@@ -506,7 +506,7 @@ def test_a_thought_beside_an_answer_is_written_by_the_template_that_reads_it(tok
 
 
 @pytest.mark.parametrize(("said", "written"), [("Paris.", "</think>\n\nParis."), ("", "</think>")])
-def test_a_thought_beside_an_answer_is_written_as_a_model_does_where_the_template_reads_none(encoder, said, written):
+def test_other_thoughts_are_written_into_the_answer(encoder, said, written):
     answer = Turn("assistant", said, more='{"reasoning_content": "They ask."}')
     inline = assistant(f"<think>\nThey ask.\n{written}")
     assert encoder.render([user("Hi"), answer, user("And?")]) == encoder.render([user("Hi"), inline, user("And?")])
