@@ -113,7 +113,7 @@ def test_auto_reads_less_as_a_conversation_grows(model, monkeypatch):
     assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, ")
 
 
-def test_chosen_modes_override_auto_until_it_is_requested(model, monkeypatch):
+def test_explicit_modes_override_auto_until_auto_is_requested(model, monkeypatch):
     session, turns = speculative_session(model, monkeypatch)
     with pytest.raises(UsageError):
         session.switch("streaming", budget=1)

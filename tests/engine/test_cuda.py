@@ -208,7 +208,7 @@ def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monke
 
 
 @pytest.mark.parametrize("tokens", [range(7, 90), range(96, 97), range(150)], ids=str)
-def test_the_cpu_part_is_attention_with_its_log_sum(tokens):
+def test_the_cpu_part_is_attention_with_its_logsumexp(tokens):
     model = llama(torch.bfloat16)
     one = ModelRunner(model, mode_of(model, "full-resident"))
     prefill_logits(one, token_ids(150))

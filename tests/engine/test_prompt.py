@@ -490,13 +490,13 @@ AGENT = (
 )
 
 
-@pytest.mark.parametrize("said", ["", "I look it up."])
-def test_templates_that_read_thoughts_receive_them(tokenizer, said):
+@pytest.mark.parametrize("reply", ["", "I look it up."])
+def test_templates_that_read_thoughts_receive_them(tokenizer, reply):
     encoder = with_template(tokenizer, AGENT)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {}}}
     more = {"reasoning_content": "They <|end|> ask.", "tool_calls": [call]}
     result = Turn("tool", "Sunny.", more=json.dumps({"tool_call_id": "1"}))
-    turns = [user("Hi"), Turn("assistant", said, more=json.dumps(more)), result]
+    turns = [user("Hi"), Turn("assistant", reply, more=json.dumps(more)), result]
     messages = [{"role": turn.role, "content": turn.content, **json.loads(turn.more or "{}")} for turn in turns]
     expected = tokenizer.apply_chat_template(messages, tokenize=False)
     assert encoder.render(turns).replace(ESCAPE, "") == expected
@@ -505,9 +505,9 @@ def test_templates_that_read_thoughts_receive_them(tokenizer, said):
     assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 3
 
 
-@pytest.mark.parametrize(("said", "written"), [("Paris.", "</think>\n\nParis."), ("", "</think>")])
-def test_other_thoughts_are_written_into_the_answer(encoder, said, written):
-    answer = Turn("assistant", said, more='{"reasoning_content": "They ask."}')
+@pytest.mark.parametrize(("reply", "written"), [("Paris.", "</think>\n\nParis."), ("", "</think>")])
+def test_other_thoughts_are_written_into_the_answer(encoder, reply, written):
+    answer = Turn("assistant", reply, more='{"reasoning_content": "They ask."}')
     inline = assistant(f"<think>\nThey ask.\n{written}")
     assert encoder.render([user("Hi"), answer, user("And?")]) == encoder.render([user("Hi"), inline, user("And?")])
     assert encoder.render([user("Hi"), answer]).endswith(inline.content), "it is continued"

@@ -113,7 +113,7 @@ def test_steps_beyond_the_context_match_at_valid_positions(tiny, positions):
         assert 0 <= max(positions) < 100
 
 
-def test_pinned_tokens_read_alike_beyond_the_context(tiny):
+def test_pinned_tokens_give_the_same_logits_beyond_the_context(tiny):
     within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
     for one in (within, beyond):
         prefill(one, IDS[:60])

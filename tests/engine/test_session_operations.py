@@ -41,9 +41,9 @@ ARCHITECTURES = ["llama", "gemma2", HYBRID]
 if PLACES:
     ARCHITECTURES += ["qwen3", "mistral", "phi3", "gemma3", "gpt_oss", "cohere2", "glm4", "olmo2", "deepseek_v3"]
 EXAMPLES, STEPS = (int(min(PLACES, 1000)), 40) if PLACES else (2, 20)
-ROOM = 60  # most tokens that an operation and the steps after it add
+ROOM = 60  # the most tokens that an operation and the steps after it add
 LONG = 180  # tokens at which a new conversation begins: half of what a model reads may be pinned
-MARKED = 13  # most characters that the template writes around a turn
+MARKED = 13  # the most characters that the template writes around a turn
 NEAR = 1e-3
 PLACE = st.one_of(st.just(0), st.just(0), st.integers(1, 150), st.integers(1, 2000))  # 0: memory does not run out
 

@@ -119,7 +119,7 @@ def test_misaligned_8_bit_pages_are_left_to_torch():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
-def test_partial_attention_returns_its_log_sum(dtype, softcap):
+def test_partial_attention_returns_its_logsumexp(dtype, softcap):
     draw, spec = torch.Generator().manual_seed(1), AttentionSpec(0.3, softcap=softcap)
     query, keys, values = (torch.randn(2, n, d, generator=draw).to(dtype) for n, d in ((3, 20), (700, 20), (700, 24)))
     table, sinks = torch.arange(9, 700, dtype=torch.int32).expand(2, -1), torch.randn(2, 3, generator=draw)

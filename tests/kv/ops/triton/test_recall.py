@@ -144,8 +144,8 @@ def layouts(heads):
     yield [Layout(0, LAYERS, sink=50, window=20, pages=1, pinned=6)]
     yield [Layout(0, LAYERS, sink=0, window=64, unordered=True)]
     if heads > 1:
-        random_ints, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
-        yield [Layout(0, LAYERS, 0, 80, heads=random_ints), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
+        one, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
+        yield [Layout(0, LAYERS, 0, 80, heads=one), Layout(0, LAYERS, 2, 30, 1, shared=False, heads=others)]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), sampled(SHAPES, [*TOLERANCE]), ids=str)
