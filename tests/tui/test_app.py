@@ -225,18 +225,18 @@ def test_copy_messages_say_what_happened():
     assert not lacks(refused, "no ␛[c program", "3 characters", "/copy FILE")
 
 
-@pytest.mark.parametrize("told", [4, 10])
-async def test_toasts_fit_on_a_small_terminal(told):
+@pytest.mark.parametrize("total", [4, 10])
+async def test_toasts_fit_on_a_small_terminal(total):
     class Bare(App[None]):
         CSS = KvchatApp.CSS
         on_notify = KvchatApp.on_notify
 
     app = Bare()
     async with app.run_test(size=(80, 24), notifications=True):
-        for number in range(told):
+        for number in range(total):
             app.notify(f"{number} " + "word " * 30, title="Settings", timeout=PATIENCE_S)
         shown = lambda: [toast for toast in app.screen.query(Toast) if toast.region]  # noqa: E731
-        await wait_for(lambda: shown() and shown()[-1]._notification.message.startswith(f"{told - 1} "))
+        await wait_for(lambda: shown() and shown()[-1]._notification.message.startswith(f"{total - 1} "))
         await wait_for(lambda: len(shown()) == 4)
         assert all(toast.region.bottom <= 24 for toast in shown())
 

@@ -1,7 +1,7 @@
 """Random keys, lines, clicks, pastes and sizes: no exception, no process left, memory bounded, all screens seen.
 
-``KVCHAT_TEST_KEYS=1200`` types for 1,200 seconds each with a fake engine, the bundled model and a recording. Only then,
-as in ``.ci/long``: the effect of a key depends on timing, so a run may find a new fault.
+``KVCHAT_TEST_KEYS=1200`` types for 1,200 seconds each with a fake engine, the bundled model and a recording. It runs
+only then, as in ``.ci/long``: the effect of a key depends on timing, so a run may find a new fault.
 """
 
 import os

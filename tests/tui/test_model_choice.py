@@ -205,12 +205,12 @@ async def test_a_missing_model_is_downloaded_then_loaded(chat):
     assert chat.controller.state.download == ""
 
 
-@pytest.mark.parametrize(("name", "said"), [("gated", "g is gated."), ("dead", "org/dead")])
-async def test_a_failed_download_reports_the_reason(chat, name, said):
+@pytest.mark.parametrize(("name", "reason"), [("gated", "g is gated."), ("dead", "org/dead")])
+async def test_a_failed_download_reports_the_reason(chat, name, reason):
     await chat.load()
     await choose(chat, f"org/{name}")
     await wait_for(lambda: chat.view.errors)
-    assert said in chat.view.errors[0].title
+    assert reason in chat.view.errors[0].title
     assert chat.phase is Phase.READY
 
 

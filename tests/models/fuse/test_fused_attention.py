@@ -97,7 +97,7 @@ def test_fused_attention_applies_norm_and_residual():
     torch.testing.assert_close(measured, expected + hidden, atol=1e-5, rtol=1e-5)
 
 
-def test_masks_caches_and_other_angles_do_not_suit():
+def test_fused_attention_rejects_masks_caches_and_other_angles():
     attention = first_attention("llama")
     fast, hidden = fused(attention), torch.zeros((1, 2, attention.q_proj.in_features))
     angles = torch.zeros((1, 2, attention.head_dim))

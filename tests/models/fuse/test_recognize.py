@@ -98,7 +98,7 @@ def test_separate_projections_can_be_merged():
         pytest.param(lambda it: with_class(it.q_proj), id="subclass"),
     ],
 )
-def test_unlike_projections_cannot_be_merged(change):
+def test_differing_projections_cannot_be_merged(change):
     attention = tiny_models.fresh("llama").model.layers[0].self_attn
     change(attention)
     assert not is_attention(attention)

@@ -99,7 +99,7 @@ async def test_commands_set_sampling_values(running):
         assert not app.chat.query(Problem)
 
 
-async def test_system_stats_theme_copy_and_panels_commands(running):
+async def test_system_copy_stats_theme_and_panels_commands_work(running):
     async with running() as (app, _pilot, until):
         submit(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")

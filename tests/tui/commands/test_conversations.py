@@ -96,7 +96,7 @@ async def test_quitting_with_unsaved_text_needs_two_presses(running, config, mon
         await until(lambda: app._exit)
 
 
-async def test_title_fork_delete_and_restore_commands(running, config):
+async def test_title_fork_delete_and_restore_commands_work(running, config):
     async with running(config) as (app, _pilot, until):
         submit(app, "/delete")
         await until(lambda: "nothing to delete" in toasts(app))
