@@ -191,26 +191,26 @@ WRONG = '[kv]\nmode = "frezee"\n'
 MESSAGE = 'profiles/bad.toml:2: kv.mode: "frezee"'
 
 
-def test_a_wrong_profile_is_reported_alike_everywhere(nvml, monkeypatch):
+def test_a_wrong_profile_is_reported_the_same_everywhere(nvml, monkeypatch):
     """It is ignored with the same message everywhere; ``validate`` fails."""
     nvml(RTX)
     own("bad.toml", WRONG)
     own("good.toml", "[match]\n[sampling]\nseed = 3\n")
     ran = CliRunner().invoke(main.app, ["config", "show"])
     assert (ran.exit_code, MESSAGE in ran.stderr, "sampling.seed = 3" in ran.stdout) == (0, True, True)
-    said: list[str] = []
-    assert load_settings(problem=said.append).settings.sampling.seed == 3
+    reported: list[str] = []
+    assert load_settings(problem=reported.append).settings.sampling.seed == 3
     check = installation.active_profiles("auto")
-    assert (check.state, check.advice) == ("warning", said[0])
+    assert (check.state, check.advice) == ("warning", reported[0])
     started = []
     monkeypatch.setattr(application, "run", lambda config: started.append(config) or 0)
     monkeypatch.setattr(chat, "_is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm")
     assert CliRunner().invoke(main.app, []).exit_code == 0
     assert (started[0].sampling.seed, started[0].load.mode) == (3, "speculative")
-    assert started[0].problems == tuple(said)
+    assert started[0].problems == tuple(reported)
     assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/good.toml (matched: any GPU)")
-    assert said[0].startswith(MESSAGE)
+    assert reported[0].startswith(MESSAGE)
     refused = CliRunner().invoke(main.app, ["config", "validate"]).exception
     assert isinstance(refused, UsageError)
     assert (refused.exit_code, str(refused).startswith(MESSAGE)) == (2, True)

@@ -96,7 +96,7 @@ def test_a_counter_is_found_under_both_names():
     assert Samples(text).sum("llamacpp:n_tokens_max") == Samples(text).sum("llamacpp:n_tokens_max_total") == 7
 
 
-def test_metrics_of_vllm(reading):
+def test_vllm_metrics_are_read(reading):
     figures = reading(servers.VLLM, vllm(100)).read()
     assert (figures.used_share, figures.capacity) == (0.25, 58_240)
     assert (figures.prefix_share, figures.prefix_tokens) == (0.75, 150)
@@ -122,7 +122,7 @@ def test_speed_needs_two_readings_and_resets_with_the_server(reading):
     assert one.read().tokens_per_s is None
 
 
-def test_metrics_of_sglang(reading):
+def test_sglang_metrics_are_read(reading):
     figures = reading(servers.SGLANG, SGLANG).read()
     assert (figures.used_share, figures.capacity) == (0.28, 441_122)
     assert (figures.prefix_share, figures.prefix_tokens, figures.host_tokens) == (0.4, 100, 30)
@@ -131,7 +131,7 @@ def test_metrics_of_sglang(reading):
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [(servers.LLAMA, "llamacpp"), (servers.KVCHAT, "kvchat")])
-def test_metrics_of_llama_server_and_kvchat(reading, kind, prefix):
+def test_llama_server_and_kvchat_metrics_are_read(reading, kind, prefix):
     counters = {"prompt_tokens_total": 30, "prompt_tokens_cached_total": 90}
     one = reading(kind, metrics_text(prefix, "", counters, {"requests_processing": 1, "requests_deferred": 2}))
     one.server.routes["/slots"] = [{"id": 0, "n_ctx": 2048}, {"id": 1, "n_ctx": 2048}]
