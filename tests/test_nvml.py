@@ -25,7 +25,7 @@ def pynvml(monkeypatch):
     return install
 
 
-def test_all_readings_of_a_gpu(pynvml):
+def test_all_readings_of_a_gpu_are_returned(pynvml):
     pynvml(RTX)
     reader = GpuReader("0")
     link, link_max = PcieLink(1, 16), PcieLink(4, 16)

@@ -77,7 +77,7 @@ finally:
 """
 
 
-def test_it_is_listed_last_without_importing_its_implementation(installed):
+def test_the_plugin_mode_is_listed_last_without_importing_its_implementation(installed):
     result = run_python(installed, "-c", LISTING)
     assert (result.returncode, result.stderr) == (0, "['kvchat_strided', 'kvchat_strided.parameters']\n")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
@@ -86,7 +86,7 @@ def test_it_is_listed_last_without_importing_its_implementation(installed):
     assert window in listed["strided"]["params"]
 
 
-def test_it_answers_within_its_budget(answers):
+def test_the_plugin_mode_answers_within_its_budget(answers):
     result = answers[0]
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
@@ -96,13 +96,13 @@ def test_it_answers_within_its_budget(answers):
     assert 32 < stats["active_tokens"] <= 64 < stats["prompt_tokens"]
 
 
-def test_switching_to_it_with_a_large_budget_changes_no_token(answers):
+def test_switching_to_the_plugin_mode_with_a_large_budget_changes_no_token(answers):
     full, entered = (json.loads(answer.out) for answer in answers[1:])
     assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "strided")]
     assert full["token_ids"] == entered["token_ids"]
 
 
-def test_a_chat_switches_to_it_and_sets_its_parameters(installed):
+def test_a_chat_switches_to_the_plugin_mode_and_sets_its_parameters(installed):
     typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
     chat = run_python(installed, "-m", "kvchat", "chat", "--plain", typed=typed)
     assert "[full to strided, budget 512, window 64]" in chat.stdout
@@ -126,7 +126,7 @@ class StridedReference(FullReference):
         return read.expand(self.run.toy.geometry.kv_heads, -1).clone()
 
 
-def test_it_matches_dense_attention_over_what_it_reads(monkeypatch):
+def test_the_plugin_mode_matches_dense_attention_over_what_it_reads(monkeypatch):
     """Also with pinned messages, after truncation and after a switch; no stored byte changes."""
     monkeypatch.syspath_prepend(SOURCE)
     from kvchat_strided.parameters import StridedParameters
@@ -150,7 +150,7 @@ def test_it_matches_dense_attention_over_what_it_reads(monkeypatch):
     run.check()
 
 
-def test_the_developers_readme_shows_its_code():
+def test_the_developers_readme_shows_the_plugins_code():
     section = (ROOT / "kvchat" / "README.md").read_text().split("## Adding a mode")[1]
     files = [path.read_text() for path in (SOURCE / "pyproject.toml", *(SOURCE / "kvchat_strided").glob("*.py"))]
     blocks = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
@@ -158,7 +158,7 @@ def test_the_developers_readme_shows_its_code():
     assert [any(block in text for text in files) for block in blocks] == [True] * 3
 
 
-def test_it_has_its_own_settings_section(installed):
+def test_the_plugin_mode_has_its_own_settings_section(installed):
     write_settings('[kv]\nmode = "strided"\n[kv.strided]\nbudget = 64\nwindow = 48\n')
     commands = [["config", "show"], ["config", "schema"]]
     show, schema_of = outcomes(installed, *commands, KVCHAT_KV_STRIDED_STRIDE="3")
@@ -170,7 +170,7 @@ def test_it_has_its_own_settings_section(installed):
     assert schema["$defs"]["StridedParameters"]["properties"]["window"]["minimum"] == 32
 
 
-def test_wrong_parameters_are_rejected_and_the_template_has_its_own(installed, tmp_path):
+def test_wrong_parameters_are_rejected_and_config_init_has_the_section(installed, tmp_path):
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[kv.strided]\nstrde = 1\n")
     asked = ["ask", "Hello", "--mode", "strided", "--param", "stride=0"]

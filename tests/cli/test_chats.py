@@ -43,7 +43,7 @@ def test_conversations_are_listed_and_searched():
     assert [chat["id"] for chat in json.loads(run("list", "--json"))] == [dog.id, cat.id]
 
 
-def test_export_and_import(tmp_path):
+def test_exported_conversations_can_be_imported(tmp_path):
     saved = save("What is a cat?")
     assert "## You\n\nWhat is a cat?" in run("export", saved.id[:8])
     file = tmp_path / "chat.json"

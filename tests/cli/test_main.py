@@ -28,7 +28,7 @@ def test_command_summaries_fit_on_one_line(run, command):
     assert "..." not in listed
 
 
-def test_version_and_help(run):
+def test_version_and_help_are_printed(run):
     assert run("--version") == (0, f"kvchat {paths.with_commit(kvchat.__version__)}\n", "")
     assert "ask" in run("-h").out
 

@@ -166,7 +166,7 @@ def test_each_value_has_the_line_on_which_it_begins(config, text, key, line):
     assert sources.file_source(config).origins[key] == f"config.toml:{line}"
 
 
-def test_wrong_variables_of_settings_are_rejected():
+def test_wrong_settings_in_the_environment_are_rejected():
     with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: .*"KVCHAT_KV_MODE"'):
         sources.load(environ={"KVCHAT_KV_MOD": "full"})
     with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many"'):

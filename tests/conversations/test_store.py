@@ -162,7 +162,7 @@ def test_search_finds_words_in_messages_and_titles(store):
     assert len(store.search(" \0 ")) == 2
 
 
-SAID = {
+SEARCHES = {
     "我的猫叫饼干，它喜欢晒太阳。": ["饼干", "晒太阳", "猫 饼干", "太"],
     "私の猫はビスケットといいます。": ["ビスケット", "猫", "ビスケ"],
     "내 고양이의 이름은 비스킷이에요": ["고양이", "비스킷", "이름 비스"],
@@ -179,11 +179,11 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("text", SAID)
+@pytest.mark.parametrize("text", SEARCHES)
 def test_search_finds_words_of_any_script_and_case(store, text):
     saved(store, "nothing of it, but 犬 and собака", "no")
     made = saved(store, "a question", text)
-    for sought in SAID[text]:
+    for sought in SEARCHES[text]:
         assert [summary.id for summary in store.search(sought)] == [made.id], sought
     made.rename(text)
     save_changes(store, made)

@@ -411,7 +411,7 @@ class Answered:
 
 @pytest.fixture
 def session_on_small_device(bundled, monkeypatch):
-    """A session whose CPU acts as a device with memory of its own."""
+    """A session whose CPU acts as a device with its own memory."""
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
     monkeypatch.setitem(GROWTH_HEADROOM, "cpu", 512)
     monkeypatch.setattr(ModeSwitcher, "_rates", lambda self: (READ, LINK))

@@ -501,6 +501,6 @@ def test_reported_device_bytes_match_the_allocation():
         one = ModelRunner(model, mode_of(model, row))
         prefill_logits(one, token_ids(300))
         taken = torch.cuda.memory_allocated() - before
-        # The rest are vectors beside the slots: queries, positions, counters.
+        # The rest are vectors in addition to the slots: queries, positions, counters.
         assert one.kv.device_bytes <= taken <= one.kv.device_bytes * 1.02 + 2**20
         del one

@@ -1,4 +1,4 @@
-"""Graph steps equal eager steps bitwise, whatever happens between them. On a CPU a tape stands in for the graph."""
+"""Graph steps equal eager steps bitwise, whatever happens between them. On a CPU a tape replaces the graph."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ from kvchat.protocol.messages import Preparing, Sampling, Turn
 
 @pytest.fixture(autouse=True)
 def separate_host_pool(monkeypatch):
-    """The host pool has memory of its own, as with a GPU."""
+    """The host pool has its own memory, as with a GPU."""
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
 
 

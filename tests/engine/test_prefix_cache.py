@@ -381,7 +381,7 @@ def test_stored_text_matches_only_at_marks():
 
 
 HYBRID = "lfm2"
-SAID = 1 + len(TALE)  # with what the encoder puts before it
+TALE_TOKENS = 1 + len(TALE)  # with what the encoder puts before it
 
 
 def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
@@ -404,7 +404,7 @@ def assert_same_logits(chat: Chat, later: Chat) -> None:
 def dense_kv(chat: Chat) -> list[torch.Tensor]:
     """Keys and values of each layer."""
     state = chat.runner.kv.state
-    return [torch.stack(state.host.dense(layer, SAID)) for layer in range(state.geometry.layers)]
+    return [torch.stack(state.host.dense(layer, TALE_TOKENS)) for layer in range(state.geometry.layers)]
 
 
 def resume(chat: Chat, later: Chat) -> list:
@@ -450,7 +450,7 @@ def test_quantized_tokens_are_shared_only_in_8_bits(tmp_path, where):
 def test_resumed_logits_match_a_session_that_reentered_its_mode(tmp_path, name, row):
     """Also in sync mode, whose slots hold in full precision what the host pool has quantized since."""
     chat, later = pair(tmp_path, name, row)
-    assert resumed_from(resume(chat, later)) == (SAID + 9, "disk")
+    assert resumed_from(resume(chat, later)) == (TALE_TOKENS + 9, "disk")
     assert all(map(torch.equal, dense_kv(chat), dense_kv(later)))
     if PARAMS[row][0] != "full":
         with torch.inference_mode():
@@ -463,7 +463,7 @@ def test_hybrid_recomputes_quantized_tokens_exactly(tmp_path):
     for one in (later, chat):  # the first one reads the file before either rewrites it
         one.say("a", TALE[:-1] + "?" + OTHER)
     page = chat.runner.kv.state.geometry.page
-    whole = (SAID - TAIL) // page * page  # the next page fills up again, with other scales
+    whole = (TALE_TOKENS - TAIL) // page * page  # the next page fills up again, with other scales
     for quantized, exact in zip(dense_kv(chat), dense_kv(later), strict=True):
         assert torch.equal(quantized[:, :, :whole], exact[:, :, :whole])
         assert 0 < (quantized - exact).abs().max() < 0.01 * quantized.abs().max()

@@ -32,7 +32,7 @@ SELECTED = f"not test_cuda and not (fixed_share_of_tokens and 0.0) or test_cuda 
 
 
 @pytest.mark.slow("all tests marked cuda run on the fake device")
-def test_on_the_fake_cuda_device():
+def test_selected_tests_pass_on_the_fake_cuda_device():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")
     pytest.importorskip("triton")

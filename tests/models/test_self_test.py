@@ -94,7 +94,7 @@ def test_a_model_that_counts_positions_from_2_is_refused():
 # ---- The error measure of the start-up checks, and the limit for a model
 
 
-def test_relative_error():
+def test_relative_error_matches_known_values():
     assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
     assert math.isnan(relative_error(torch.tensor([torch.nan, 1.0]), torch.ones(2)))
 

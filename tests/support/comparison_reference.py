@@ -95,7 +95,7 @@ class QuestReference(PageReference):
 
 
 class ArkValeReference(PageReference):
-    """Pages as boxes; the best k / 2 become held and replace the worst resident ones."""
+    """Pages as boxes; the best k / 2 become resident and replace the worst."""
 
     sinks, newest = 2, 2
 

@@ -1,4 +1,4 @@
-"""A full disk, simulated: files cannot grow beyond a few bytes."""
+"""A full disk, simulated: files cannot grow beyond a small size."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 PATIENCE_S = 120.0
 
 
-def wait_until(condition: Callable[[], object], told: Callable[[], str] = lambda: "") -> None:
-    """Wait for a condition in a test without an event loop; if it stays false, ``told`` says why."""
+def wait_until(condition: Callable[[], object], reason: Callable[[], str] = lambda: "") -> None:
+    """Wait for a condition in a test without an event loop; if it stays false, ``reason`` says why."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {told()}"
+        assert time.monotonic() < deadline, f"waited in vain: {reason()}"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Progress that nobody sees."""
+"""Progress that is ignored."""
 
 from __future__ import annotations
 

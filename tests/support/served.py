@@ -98,15 +98,15 @@ def serving(
     reading = threading.Thread(target=lambda: served.said.extend(process.stderr), daemon=True)
     reading.start()
 
-    def told() -> str:
+    def output() -> str:
         return "".join(served.said)
 
     try:
-        wait_until(lambda: ADDRESS.search(told()) or process.poll() is not None, told)
-        if address := ADDRESS.search(told()):
+        wait_until(lambda: ADDRESS.search(output()) or process.poll() is not None, output)
+        if address := ADDRESS.search(output()):
             served.port = int(address[1])
         if is_awaited:
-            wait_until(lambda: "Ready: " in told() or process.poll() is not None, told)
+            wait_until(lambda: "Ready: " in output() or process.poll() is not None, output)
         yield served
     finally:
         if process.poll() is None:

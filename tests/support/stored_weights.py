@@ -36,7 +36,7 @@ def write(folder: Path, stored: dict[str, Tensor], section: dict[str, Any]) -> N
 
 
 def fp8(model: Any, block: int = 32) -> dict[str, Tensor]:
-    """Projections in float8, scaled in blocks of ``block`` squared, experts one by one; rounds ``model`` to them."""
+    """Projections in float8, a scale per square of ``block`` rows, experts one by one; rounds ``model`` to them."""
     stored = {}
     for name, parameter in model.named_parameters():
         for place, matrix in _matrices(name, parameter.data):

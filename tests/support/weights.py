@@ -19,7 +19,7 @@ def linears(elements: int, dtype: str = "bfloat16", nbytes: int = 0, **fields: A
 
 
 def save_headers(config: Any, folder: Path) -> None:
-    """Save a causal language model of transformers' ``config`` in bfloat16: headers, and weights as a hole."""
+    """Save a causal language model of transformers' ``config`` in bfloat16: headers, and a hole instead of weights."""
     from transformers import AutoModelForCausalLM
 
     config.save_pretrained(folder)

@@ -30,7 +30,7 @@ from kvchat.tui.panel_rows import (
 from kvchat.tui.widgets.charts import labeled
 
 OF_EVERY_MODE = {"pinned", "recurrent state", "recovery"}  # the engine adds these to the mode's own figures
-WIDTH = 32  # cells of a line in the panel, beside a scrollbar
+WIDTH = 32  # cells of a line in the panel, next to a scrollbar
 DETAILS = {READ_BY_HEAD, HELD_BY_HEAD, FETCH_TIMES, GPU_HISTORY, READ_OF_STORED, EVENTS}
 
 

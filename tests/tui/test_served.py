@@ -31,7 +31,7 @@ def server():
 
 @pytest.fixture
 def served(config, server):
-    """Settings of a chat with the server's model, in an engine of its own."""
+    """Settings of a chat with the server's model, in its own engine."""
     return replace(config, engine_command=None, load=Load(model=server.url))
 
 

@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_a_whole_session_in_a_terminal(terminal, tmp_path):
+def test_a_whole_session_works_in_a_terminal(terminal, tmp_path):
     terminal.sees("● ready")
     terminal.type("hello there", "Enter")
     terminal.until(lambda screen: "That is all there is to it." in screen and "first token 0.41 s · full" in screen)

@@ -1,4 +1,4 @@
-"""The worker in a process of its own: its streams, and what ends it."""
+"""The worker in its own process: its streams, and what ends it."""
 
 import os
 import subprocess

@@ -117,7 +117,7 @@ async def test_title_fork_delete_and_restore_commands_work(running, config):
         await until(lambda: "Nothing was deleted" in toasts(app))
 
 
-async def test_export_and_import(running, config, tmp_path, monkeypatch):
+async def test_export_and_import_commands_work(running, config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with running(config) as (app, _pilot, until):
         submit(app, f"/export {tmp_path}/empty.md")

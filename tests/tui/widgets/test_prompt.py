@@ -117,7 +117,7 @@ async def test_long_editor_text_attaches_files_unless_it_had_pastes(running, tmp
         field.load_text("")
         for answers, is_attached in ((1, True), (2, False)):
             field.replace_all(written)
-            field.replace_all(field.written.text)  # opened in the editor once more
+            field.replace_all(field.written.text)  # opened in the editor again
             assert len(field.text) < len(written)
             press(app, "enter")
             await until(lambda answers=answers: is_finished(app, answers))
