@@ -17,7 +17,7 @@ from kvchat.protocol.messages import Load, Plan
 from kvchat.tui.models import of_servers
 
 
-@pytest.mark.slow("commands in a process of their own")
+@pytest.mark.slow("commands in their own process")
 def test_only_the_answer_is_printed_to_stdout(serve):
     server = serve()
     ask = ("ask", "Hi.", "-m", server.url)
@@ -38,7 +38,7 @@ CODES = {
 }
 
 
-@pytest.mark.slow("commands in a process of their own")
+@pytest.mark.slow("commands in their own process")
 def test_refusals_have_an_exit_code_and_no_traceback():
     for one, (words, code) in zip(run_in_sequence([*CODES], environ()), CODES.items(), strict=True):
         assert (one.code, one.out) == (code, ""), words
@@ -46,7 +46,7 @@ def test_refusals_have_an_exit_code_and_no_traceback():
         assert "geheim" not in one.err
 
 
-@pytest.mark.slow("commands in a process of their own")
+@pytest.mark.slow("commands in their own process")
 def test_models_of_configured_servers_are_listed(serve):
     server = serve("LM Studio")
     as_json, table = run_in_sequence([("models", "--json"), ("models",)], environ(KVCHAT_MODEL_SERVERS=server.url))
