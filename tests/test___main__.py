@@ -33,7 +33,7 @@ def test_windows_users_are_sent_to_wsl2(monkeypatch):
         main()
 
 
-def test_missing_standard_streams_are_replaced_by_empty_ones(monkeypatch):
+def test_missing_standard_streams_are_replaced_by_null_streams(monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)

@@ -112,7 +112,7 @@ def test_a_name_of_255_characters_can_be_written(tmp_path):
 # ---- Files that the user names: read, or rejected with a reason
 
 
-def test_byte_order_marks_are_removed(tmp_path):
+def test_byte_order_marks_at_line_starts_are_removed(tmp_path):
     marked = b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo \xef\xbb\xbf"  # two concatenated files
     (tmp_path / "text.txt").write_bytes(marked)
     assert read_text(tmp_path / "text.txt") == "one\ntwo \ufeff"

@@ -74,7 +74,7 @@ def test_a_child_exits_if_its_parent_is_already_gone():
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 @pytest.mark.parametrize("load", [b"", wire.encode(Load())])
 def test_an_orphaned_engine_exits_before_importing_torch(load):
-    """An engine outlived an application killed within 0.2 s of its start by 1.0 to 1.3 s; with a load, by 2 s more."""
+    """Killed within 0.2 s of an engine's start, the application was outlived by 1.0 to 1.3 s; with a load, 2 s more."""
     no_parent, pipe = os.getpid() - 1, subprocess.PIPE
     command = [sys.executable, "-X", "importtime", "-m", "kvchat.engine", str(no_parent)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
