@@ -214,12 +214,14 @@ class PromptEncoder:
         """
         if is_text(turns):
             return self._leading_bos() + _cleaned(turns[0].content)
-        turns = [self._with_thought(turn, turn is turns[-1]) for turn in turns]
         _check(turns)
         write = Edges().insert if edges else str
+        if REASONING not in self._template_source:
+            turns = [*map(_with_thought, turns[:-1]), turns[-1]]
         if turns[-1].role == "assistant":
-            head, said = self._continued(turns[-1].content)
-            return self._render_history(turns[:-1], write) + head + write(self._escape(said))
+            before = self._render_history(turns[:-1], write)
+            head, said = self._continued(_with_thought(turns[-1], before.endswith(f"{TAGS[0]}\n")).content)
+            return before + head + write(self._escape(said))
         return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
@@ -247,18 +249,6 @@ class PromptEncoder:
         return end_of(end[-len(tag) :])
 
     # ---- text -----------------------------------------------------------------------------------
-
-    def _with_thought(self, turn: Turn, is_last: bool) -> Turn:
-        """Return an answer with the thought beside it written into it, unless the template reads that field itself.
-
-        Qwen3's and Gemma 4's write it otherwise before a tool call. The last answer is continued, and not rendered.
-        """
-        more = json.loads(turn.more or "{}")
-        thought = more.pop(REASONING, "")
-        if not thought or (REASONING in self._template_source and not is_last):
-            return turn
-        written = "\n\n".join(filter(None, (f"{TAGS[0]}\n{thought}\n{end_of(TAGS[0])}", turn.content)))
-        return replace(turn, content=written, more=json.dumps(more) if more else "")
 
     @property
     def _template_source(self) -> str:
@@ -554,6 +544,16 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> Anchor:
             if ids[:1] == [id] and ids[1:][-1:] == [tokenizer.convert_tokens_to_ids("a")]:
                 return Anchor(text, tuple(ids[:-1]))
     return START
+
+
+def _with_thought(turn: Turn, is_begun: bool = False) -> Turn:
+    """Return an answer with the thought beside it written into it; the thought's tag precedes it if it ``is_begun``."""
+    more = json.loads(turn.more or "{}")
+    if not (thought := more.pop(REASONING, "")):
+        return turn
+    tag = "" if is_begun else f"{TAGS[0]}\n"
+    written = f"{tag}{thought}\n{end_of(TAGS[0])}\n\n{turn.content}"
+    return replace(turn, content=written, more=json.dumps(more) if more else "")
 
 
 def _check(turns: Sequence[Turn]) -> None:

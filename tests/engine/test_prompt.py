@@ -505,12 +505,20 @@ def test_templates_that_read_thoughts_receive_them(tokenizer, reply):
     assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 3
 
 
-@pytest.mark.parametrize(("reply", "written"), [("Paris.", "</think>\n\nParis."), ("", "</think>")])
-def test_other_thoughts_are_written_into_the_answer(encoder, reply, written):
+@pytest.mark.parametrize("reply", ["Paris.", ""])
+def test_other_thoughts_are_written_into_the_answer(encoder, reply):
     answer = Turn("assistant", reply, more='{"reasoning_content": "They ask."}')
-    inline = assistant(f"<think>\nThey ask.\n{written}")
+    inline = assistant(f"<think>\nThey ask.\n</think>\n\n{reply}")
     assert encoder.render([user("Hi"), answer, user("And?")]) == encoder.render([user("Hi"), inline, user("And?")])
     assert encoder.render([user("Hi"), answer]).endswith(inline.content), "it is continued"
+
+
+@pytest.mark.parametrize("template", [DROPS_THINKING, AGENT])
+def test_continued_thought_that_the_template_begins_is_begun_once(tokenizer, template):
+    encoder = with_template(tokenizer, template + "{{ '<|assistant|><think>\n' }}")
+    answer = Turn("assistant", "Par", more='{"reasoning_content": "They ask."}')
+    question = encoder.render([user("Hi")])
+    assert encoder.render([user("Hi"), answer]) == f"{question}They ask.\n</think>\n\nPar"
 
 
 CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + BARE + "<|assistant|>"
