@@ -201,7 +201,8 @@ class RemoteSession:
         finally:
             end()
         if not self._is_canceled and not answer.finish_reason:
-            raise broken_off(self._address, "Its stream ended before the answer was complete.")
+            reason = "Its stream ended without a finish_reason."
+            raise EngineError(f"{self._address.place} did not say that the answer is complete.", reason, RESUMED)
         if answer.finish_reason not in ("", *USUAL):
             yield Noted(f'The server ended the answer early: "{answer.finish_reason}".')
         yield from answer.finish(self._is_canceled)
@@ -216,6 +217,8 @@ class RemoteSession:
                     await stream.response.aread()
                     frames.put(_whole(stream.response))  # some servers never stream
                 async for frame in stream:
+                    if not frame.choices and servers.words_of(frame.model_extra):
+                        raise openai.APIError("", stream.response.request, body=frame.model_extra)
                     frames.put(frame)
             frames.put(OVER)
         except Exception as error:  # noqa: BLE001  # raised again by ``_events``
@@ -372,6 +375,7 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
     )
 
 
+RESUMED = "In a chat, /continue resumes the answer."
 AGAIN = "Ask again when the server is back; in a chat, /continue resumes the interrupted answer."
 
 

@@ -315,6 +315,13 @@ def test_a_broken_off_answer_is_an_error_after_its_text(serve, connect, frames):
     assert "/continue" in error.hint
 
 
+@pytest.mark.parametrize("frame", [{"object": "error", "message": "out of memory"}, {"detail": "out of memory"}])
+@pytest.mark.parametrize("said", [[], [delta(content="Once")]])
+def test_errors_in_any_form_show_the_servers_message(serve, connect, said, frame):
+    with pytest.raises(EngineError, match="out of memory"):
+        events_of(connect(serve(frames=[*said, frame]).url))
+
+
 def test_an_error_after_the_end_of_an_answer_is_ignored(serve, connect):
     frames = [delta(content="Once"), delta(reason="stop"), {"error": {"message": "shutting down", "code": 503}}]
     *_, end = events_of(connect(serve(frames=frames).url))
