@@ -244,7 +244,7 @@ class PromptEncoder:
         end = prompt.text[-LONGEST_TAG:].rstrip()
         said = self._escape(turns[-1].content).rstrip()
         tag = next((tag for tag in (*self.thought_tags, *TAGS) if end.lower().endswith(tag.lower())), "")
-        if not tag or turns[-1].role == "assistant" or prompt.text.rstrip().endswith(said):
+        if not tag or turns[-1].role == "assistant" or (said and prompt.text.rstrip().endswith(said)):
             return ""
         return end_of(end[-len(tag) :])
 

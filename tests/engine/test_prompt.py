@@ -91,6 +91,8 @@ def test_thought_end_follows_from_the_templates_opening_tag(tokenizer, opens, te
     encoder = with_template(tokenizer, template and template + opens)
     question = [user("What is <think>")]
     assert encoder.thought_end(question, encoder.encode(question, Stored())) == end
+    silent = [*question, assistant("I look."), Turn("tool", "")]
+    assert encoder.thought_end(silent, encoder.encode(silent, Stored())) == end
     unfinished = [*question, assistant("It is")]
     assert encoder.thought_end(unfinished, encoder.encode(unfinished, Stored())) == ""
 
