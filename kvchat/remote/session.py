@@ -213,12 +213,14 @@ class RemoteSession:
             async with asyncio.timeout(SILENCE_S):  # otherwise the library retries twice after each silence
                 stream = await self._openai.chat.completions.create(**arguments)
             async with stream:
-                if stream.response.headers.get("content-type", "").startswith("application/json"):
-                    await stream.response.aread()
-                    frames.put(_whole(stream.response))  # some servers never stream
+                reply = stream.response
+                # Some servers never stream, and some stream frames under this name.
+                is_json = reply.headers.get("content-type", "").startswith("application/json")
+                if is_json and (await reply.aread()).lstrip().startswith(b"{"):
+                    frames.put(_whole(reply))
                 async for frame in stream:
                     if not frame.choices and servers.words_of(frame.model_extra):
-                        raise openai.APIError("", stream.response.request, body=frame.model_extra)
+                        raise openai.APIError("", reply.request, body=frame.model_extra)
                     frames.put(frame)
             frames.put(OVER)
         except Exception as error:  # noqa: BLE001  # raised again by ``_events``

@@ -68,6 +68,12 @@ def test_unstreamed_answers_are_accepted(serve, connect):
         events_of(connect(serve(frames={"error": {"message": "Vision add-on is not loaded"}}).url))
 
 
+def test_a_stream_with_the_media_type_of_a_whole_answer_is_accepted(serve, connect):
+    server = serve()
+    server.media_type = "application/json"
+    assert text_of(events_of(connect(server.url))) == "Hello."
+
+
 def test_reused_tokens_are_counted(serve, connect):
     session = connect(serve(frames=[*HELLO[:-1], usage(11, 2, cached=8)]).url)
     *_, finished = events_of(session)

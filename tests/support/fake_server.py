@@ -95,6 +95,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.routes: dict[str, Body] = dict(KINDS[kind])
         self.frames = frames
+        self.media_type = "text/event-stream"
         self.status, self.error = 200, {}
         self.key = self.location = ""
         self.asked: list[dict[str, Any]] = []
@@ -146,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             self._wait()
             return
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", self.server.media_type)
         self.end_headers()
         for frame in self.server.frames:
             if frame is BREAK:
