@@ -220,7 +220,7 @@ class PromptEncoder:
             turns = [*map(_with_thought, turns[:-1]), turns[-1]]
         if turns[-1].role == "assistant":
             before = self._render_history(turns[:-1], write)
-            head, said = self._continued(_with_thought(turns[-1], before.endswith(f"{TAGS[0]}\n")).content)
+            head, said = self._continued(_with_thought(turns[-1], before.rstrip().endswith(TAGS[0])).content)
             return before + head + write(self._escape(said))
         return self._render_history(turns, write)
 

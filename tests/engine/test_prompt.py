@@ -515,9 +515,10 @@ def test_other_thoughts_are_written_into_the_answer(encoder, reply):
     assert encoder.render([user("Hi"), answer]).endswith(inline.content), "it is continued"
 
 
+@pytest.mark.parametrize("tag", ["<think>", "<think>\n"])
 @pytest.mark.parametrize("template", [DROPS_THINKING, AGENT])
-def test_continued_thought_that_the_template_begins_is_begun_once(tokenizer, template):
-    encoder = with_template(tokenizer, template + "{{ '<|assistant|><think>\n' }}")
+def test_continued_thought_that_the_template_begins_is_begun_once(tokenizer, template, tag):
+    encoder = with_template(tokenizer, f"{template}<|assistant|>{{{{ {tag!r} }}}}")
     answer = Turn("assistant", "Par", more='{"reasoning_content": "They ask."}')
     question = encoder.render([user("Hi")])
     assert encoder.render([user("Hi"), answer]) == f"{question}They ask.\n</think>\n\nPar"

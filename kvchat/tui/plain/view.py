@@ -314,8 +314,8 @@ class PlainView:
 class LineReader:
     """Iterates over the lines from a file descriptor; a line that ends with ``\\`` continues in the next.
 
-    Lines that a terminal delivers together are one literal text that ``is_pasted``, unless all are commands. The end
-    of a line of them is missing if ``is_cut``.
+    Lines that a terminal delivers together are one literal text that ``is_pasted``, unless all are commands. If
+    ``is_cut``, the terminal dropped the end of one of them.
     ``entered`` is called once for all of them, before the first one prints anything.
 
     Raises:
