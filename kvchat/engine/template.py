@@ -71,8 +71,8 @@ class ChatTemplate:
     def calls(self) -> str:
         """How the model calls tools: transformers' response template as JSON; empty if unknown or there are no tools.
 
-        It is the tokenizer's own, or that of models whose templates write calls between the same tags. Other templates
-        write another form between them: GLM's name and arguments are no JSON.
+        It is the tokenizer's own, or that of models whose templates write calls between the same tags. A template that
+        writes something else between these tags, such as GLM's, counts as unknown.
         """
         source = self._source([])
         if TOOLS not in self._names(source):
@@ -86,7 +86,7 @@ class ChatTemplate:
         return json.dumps(found) if found and self._is_written(source, found) else ""
 
     def _is_written(self, source: str, form: dict[str, Any]) -> bool:
-        """True if the template's own call has this ``form``, or if it writes none."""
+        """Return True if a call that the template writes can be parsed by ``form``, or if it writes none."""
         from transformers.utils.chat_parsing import parse_response
 
         try:
