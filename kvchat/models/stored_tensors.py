@@ -113,8 +113,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def is_packed_by_mlx(config: Mapping[str, Any]) -> bool:
     """Return True if the weights are quantized by a method that the ``config`` does not name, as MLX's are."""
     section = config.get("quantization_config") or config.get("quantization")
-    known = ("quant_method", "load_in_4bit", "load_in_8bit")  # early checkpoints of bitsandbytes name no method
-    return isinstance(section, dict) and bool(section) and not any(map(section.get, known))
+    if not section or not isinstance(section, dict):
+        return False
+    return not (section.get("quant_method") or has_bitsandbytes_flag(section))
 
 
 def format_hint(folder: Path) -> str:
@@ -170,6 +171,11 @@ def method_of(config: Mapping[str, Any]) -> str:
     """Return transformers' name of the quantization method in a checkpoint's ``quantization_config``."""
     method = config.get("quant_method", "")
     return str(getattr(method, "value", method))
+
+
+def has_bitsandbytes_flag(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``quantization_config`` has a flag of bitsandbytes, whose early checkpoints name no method."""
+    return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
 
 
 def kind_of(config: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ from kvchat.models.recurrent import (
     is_recurrent,
     layer_types,
 )
-from kvchat.models.stored_tensors import COMPRESSED
+from kvchat.models.stored_tensors import COMPRESSED, has_bitsandbytes_flag
 from kvchat.units import count
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
@@ -125,8 +125,8 @@ def check_quantization(config: Any, name: str) -> None:
             "transformers would unpack all of its layers in one of them.",
             "Use a GGUF file of it, or the unquantized model with --quantize int4 or int8.",
         )
-    of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # early ones name no method
-    if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
+    known = {str(one.value) for one in QuantizationMethod}
+    if not section or has_bitsandbytes_flag(section) or method in known:
         return
     raise ModelError(
         f"{name} is quantized in a way that transformers cannot read.",
