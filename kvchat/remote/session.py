@@ -219,8 +219,8 @@ class RemoteSession:
                 if is_json and (await reply.aread()).lstrip().startswith(b"{"):
                     frames.put(_whole(reply))
                 async for frame in stream:
-                    if not frame.choices and servers.words_of(frame.model_extra):
-                        raise openai.APIError("", reply.request, body=frame.model_extra)
+                    if not frame.choices:
+                        _raise_error_in(frame.model_extra, reply)
                     frames.put(frame)
             frames.put(OVER)
         except Exception as error:  # noqa: BLE001  # raised again by ``_events``
@@ -347,14 +347,19 @@ def _whole(reply: Any) -> ChatCompletionChunk:
     """Return the only frame of an answer that a server sends in one piece.
 
     Raises:
-        openai.APIError: it is an error, which LM Studio sends with the status of an answer.
+        openai.APIError: it is an error.
         ValueError, TypeError, KeyError, AttributeError: it is not an answer.
     """
     answer = reply.json()
-    if servers.words_of(answer):
-        raise openai.APIError("", reply.request, body=answer)
+    _raise_error_in(answer, reply)
     choices = [{**choice, "delta": choice["message"]} for choice in answer["choices"]]
     return ChatCompletionChunk.construct(**answer | {"choices": choices})
+
+
+def _raise_error_in(body: Any, reply: Any) -> None:
+    """Raise ``openai.APIError`` if ``body`` is an error. LM Studio sends errors with the status of an answer."""
+    if servers.words_of(body):
+        raise openai.APIError("", reply.request, body=body)
 
 
 def explained(error: Exception, address: Address, model: str, has_begun: bool) -> KvchatError:
