@@ -18,10 +18,7 @@ app = typer.Typer(rich_markup_mode=None, help="List profiles: settings for kinds
 
 
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
-    """Return the settings, including profiles; call ``problem`` with a sentence for each fault that is no error.
-
-    These are variables without effect, and faulty profiles.
-    """
+    """Return the settings, including profiles; call ``problem`` for each variable without effect and faulty profile."""
     for text in sources.unknown_variables():
         problem(text)
 
