@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvchat.errors import ModelError
 from kvchat.models import gguf_file
-from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
+from kvchat.models.gguf_file import EMBEDDINGS, ENDS, HEAD, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
 from kvchat.models.support import refuse_unreadable
 
@@ -41,18 +41,54 @@ Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 # Tensors that scale positions; the configuration does that here.
 IGNORED = ("rope_freqs.", "rope_factors_")
-# Keys that transformers' tables of most architectures lack. It would use its defaults, which belong to another model.
+# Architectures that transformers runs but does not read from GGUF files, and its names for them or for what reads text
+# in them. llama.cpp's logits are the same.
+ALSO_READ = {
+    "arcee": "arcee",
+    "cohere2": "cohere2",
+    "command-r": "cohere",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "glm4": "glm4",
+    "granite": "granite",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "mistral3": "mistral",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+}
+IN_PAIRS = ("arcee", "granite", "mistral3", "smollm3")  # those whose rows of queries and keys are paired as in Llama
+# Keys by the names in transformers' configurations: those of ALSO_READ, and those that transformers' tables of most
+# architectures lack. It would use its defaults, which belong to another model.
+OF_ALSO_READ = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+}
 LEFT_OUT = {
-    "context_length": "max_position_embeddings",
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)")
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"  # a row, in newer files a matrix of one; transformers makes the row a matrix
 BIASES = {"attention_bias": ".attn_output.bias", "mlp_bias": ".ffn_down.bias"}  # only some Llamas have them
@@ -66,7 +102,7 @@ def of_file(path: Path, name: str) -> Any:
     """
     file = read_model(path)
     with refuse_unreadable(name, "the GGUF file"):
-        found = _by_transformers(file)
+        found = _also_read(file) if file.architecture in ALSO_READ else _by_transformers(file)
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if rows := [one.shape[0] for one in file.tensors if one.name == EMBEDDINGS]:
@@ -128,13 +164,32 @@ def _by_transformers(file: GgufFile) -> dict[str, Any]:
         return dict(load_gguf_checkpoint(str(file.path), return_tensors=False)["config"])
 
 
+def _also_read(file: GgufFile) -> dict[str, Any]:
+    """Return what the file says beside its architecture's numbers, which ``_left_out`` adds."""
+    found: dict[str, Any] = {name: file.number(f"tokenizer.ggml.{key}") for name, key in TOKENS.items()}
+    found |= {"model_type": ALSO_READ[file.architecture], "sliding_window": None}  # several classes have a default
+    found["tie_word_embeddings"] = all(one.name != HEAD for one in file.tensors)
+    slides = file.of_architecture("attention.sliding_window_pattern")
+    if slides and file.architecture == "olmo2":
+        found["model_type"] = "olmo3"
+    elif file.architecture == "exaone4" and not file.of_architecture("attention.sliding_window"):
+        slides = [False] * file.of_architecture("block_count")  # its class fails without both
+    if slides:
+        found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    if beta := file.of_architecture("attention.temperature_scale"):  # YaRN's other values are set by ``apply``
+        multiplier = file.of_architecture("rope.scaling.yarn_log_multiplier", 0.0)
+        rope = {"rope_type": "yarn", "factor": 1.0, "mscale": 1.0, "mscale_all_dim": multiplier}
+        found |= {"model_type": "ministral3", "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+    return found
+
+
 def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
     """Return the file's values that transformers ignores, by their names in its configurations of this ``kind``."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     theirs = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
-    keys = {key: name for key, name in LEFT_OUT.items() if not hasattr(kind, str(theirs.get(key)))}
-    said = {name: file.of_architecture(key) for key, name in keys.items()}
+    keys = LEFT_OUT | (OF_ALSO_READ if file.architecture in ALSO_READ else {})
+    said = {name: file.of_architecture(key) for name, key in keys.items() if not hasattr(kind, str(theirs.get(key)))}
     said |= {name: any(one.name.endswith(end) for one in file.tensors) for name, end in BIASES.items()}
     known = {name for name in said if hasattr(kind, name) or name in kind.attribute_map}
     return {name: value for name, value in said.items() if value and name in known}
@@ -381,7 +436,8 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
     """Return the weights that transformers' processors make, each from one tensor; experts are stacked here."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    processor = theirs.TENSOR_PROCESSORS.get(file.architecture, theirs.TensorProcessor)(config=model.config.to_dict())
+    architecture = "llama" if file.architecture in IN_PAIRS else file.architecture
+    processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
     with fed(file):
         names = theirs.get_gguf_hf_weights_map(model, processor, file.architecture)
 

@@ -20,7 +20,7 @@ from kvchat.errors import ModelError
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)  # version 1 had 32-bit lengths
 LAYER = "blk."  # prefix of a layer's tensors; outside layers there are embeddings, head and last norm
-EMBEDDINGS = "token_embd.weight"
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
 # ggml's types by number: name, and elements and bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {

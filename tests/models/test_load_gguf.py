@@ -103,6 +103,59 @@ def test_values_of_the_file_override_those_of_transformers(tmp_path, name, kind,
     assert loaded.context == tiny_models.CONTEXT
 
 
+NO_WINDOW = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+COHERE = {"tie_word_embeddings": True, "logit_scale": 0.3}
+
+
+@pytest.mark.slow("llama.cpp starts")
+@pytest.mark.parametrize(
+    ("name", "kind", "changes"),
+    [
+        ("arcee", "arcee", theta(5e4)),
+        ("cohere", "command-r", COHERE),
+        ("cohere2", "cohere2", COHERE),
+        ("ernie4_5", "ernie4_5", theta(5e4)),
+        ("exaone4", "exaone4", NO_WINDOW),
+        ("glm4", "glm4", theta(5e4, partial_rotary_factor=0.5)),
+        ("granite", "granite", {"logits_scaling": 0.5}),
+        ("hunyuan_v1", "hunyuan-dense", theta(5e4)),
+        ("ministral3", "mistral3", {}),
+        ("mistral", "mistral3", {"sliding_window": None}),
+        ("olmo2", "olmo2", theta(5e4)),
+        ("olmo3", "olmo2", {}),
+        ("olmoe", "olmoe", {"num_key_value_heads": 4}),
+        ("qwen2", "qwen2vl", theta(5e4)),
+        ("qwen3", "qwen3vl", {"head_dim": 16, "tie_word_embeddings": True}),
+        ("seed_oss", "seed_oss", theta(5e4)),
+        ("smollm3", "smollm3", theta(5e4)),
+    ],
+)
+def test_architectures_that_transformers_reads_from_no_gguf_file(tmp_path, name, kind, changes):
+    original = tiny_models.fresh(name, **{"vocab_size": 8192, **changes})
+    write_tiny(tmp_path / "x.gguf", original, kind)
+    loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
+    assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
+    assert llama_cpp_error(tmp_path / "x.gguf", loaded.model) < 0.02  # its K/V have 16 bits
+
+
+def llama_cpp_error(path, model):
+    """The largest difference between llama.cpp's log-probabilities after 300 tokens and those of ``model``."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    asked = xllamacpp.CommonParams()
+    asked.model.path, asked.n_ctx, asked.warmup, asked.verbosity, asked.n_parallel = str(path), 512, False, -1, 1
+    server = xllamacpp.Server(asked)
+    ids = torch.arange(300) * 37 % 8000 + 5
+    body = {"prompt": ids.tolist(), "n_predict": 1, "n_probs": 8192, "temperature": -1}
+    request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    answer = json.loads(urllib.request.urlopen(request).read())
+    theirs = {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        ours = model(ids[None]).logits[0, -1].log_softmax(-1)
+    return max(abs(theirs[id] - ours[id].item()) for id in theirs)
+
+
 def test_a_shared_experts_gate_may_be_a_matrix(tmp_path):
     """llama.cpp's converter used to write the first, and now the second."""
     original = tiny_models.fresh("qwen2_moe", vocab_size=8192)

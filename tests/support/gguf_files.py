@@ -39,24 +39,31 @@ LFM2_NAMES = {
     ".conv.conv.": ".shortconv.conv.",
 }
 
-# llama.cpp's keys and transformers' names for the same values.
+PAIRED = ("llama", "arcee", "granite", "mistral3", "smollm3")  # architectures whose heads rotate pairs of neighbors
+# transformers' names and llama.cpp's keys for the same values.
 VALUES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-    "attention.sliding_window": "sliding_window",
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 
@@ -169,7 +176,7 @@ def write_tiny(
     config = model.config
     writer = gguf.GGUFWriter(path, kind)
     writer.add_name(name)
-    for key, named in VALUES.items():
+    for named, key in VALUES.items():
         if (value := getattr(config, named, None)) is not None:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{kind}.{key}", value)
     if rope := getattr(config, "rope_parameters", None):
@@ -182,6 +189,14 @@ def write_tiny(
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(whole["factor"])
             writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+        if beta := whole.get("llama_4_scaling_beta"):
+            writer.add_attn_temperature_scale(beta)
+            writer.add_rope_scaling_yarn_log_mul(whole["mscale_all_dim"])
+    if kind in ("olmo2", "exaone4") and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
+    if kind.endswith("vl"):  # positions of pixels: for text all of them are the same
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+        writer.add_num_deepstack_layers(0)
     _add_vocabulary(writer, config)
     architecture = next(one for one, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -197,7 +212,7 @@ def write_tiny(
         elif name.endswith("sinks"):
             tensors[f"{layer}.attn_sinks.weight"] = tensor
         else:
-            tensor = baselines.rotated_in_pairs(name, tensor, config) if kind == "llama" else tensor
+            tensor = baselines.rotated_in_pairs(name, tensor, config) if kind in PAIRED else tensor
             tensor = tensor + 1 if kind in ("gemma2", "gemma3") and name.endswith("norm.weight") else tensor
             tensor = (
                 tensor.T if kind == "gpt2" and name.endswith(("attn.weight", "proj.weight", "fc.weight")) else tensor

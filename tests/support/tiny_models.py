@@ -140,7 +140,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2Config", {"sliding_window": 8}),
     "nemotron": ("NemotronConfig", {"head_dim": 16}),
     "ministral3": ("Ministral3Config", {"head_dim": 16}),
+    "arcee": ("ArceeConfig", {}),
     "hunyuan_v1": ("HunYuanDenseV1Config", {"head_dim": 16}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "apertus": ("ApertusConfig", {}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
@@ -283,8 +285,9 @@ STATES = ("qwen3_5", "lfm2", "nemotron_h", "falcon_h1", "jamba", "kimi_linear")
 def config(name: str, **changes: Any) -> Any:
     """Return a new transformers configuration."""
     class_name, differences = CONFIGS[name]
-    values = (differences.get("only") or {**COMMON, **differences}) | changes
-    return getattr(transformers, class_name)(**{key: value for key, value in values.items() if value is not None})
+    values = differences.get("only") or {**COMMON, **differences}
+    given = {key: value for key, value in values.items() if value is not None}
+    return getattr(transformers, class_name)(**given | changes)
 
 
 @functools.cache
