@@ -21,7 +21,7 @@ SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 BUNDLED = "bundled"  # the name of the bundled model
 HUB_ADDRESS = re.compile(
     r"(?i:(https?://)?(www\.)?(huggingface|hf)\.co/)(?P<repository>[\w.-]+/[\w.-]+)"
-    r"(:(?P<tag>[\w.-]+)|/(tree/main/?)?|/(blob|resolve|raw)/main/((?P<file>[^?#]+\.(?i:gguf))|[^?#]*))?([?#].*)?"
+    r"(:(?P<tag>[\w./-]+)|/(tree/main/?)?|/(blob|resolve|raw)/main/((?P<file>[^?#]+\.(?i:gguf))|[^?#]*))?([?#].*)?"
 )
 INDEX = "model.safetensors.index.json"  # in the folder of a model whose weights are in several files
 

@@ -29,7 +29,7 @@ CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_MESSAGE = 200  # characters of an unexpected error
 MAX_DEPTH = 3  # the folder itself, its publishers, their models
 MAX_FOLDERS = 2000
-HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+)?")
+HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w./-]+)?")
 ENCODER = "mmproj"  # start of the file name of a multimodal model's vision encoder
 BFLOAT16_FROM = 2**24  # float32 bytes of the smallest matrix that is faster in bfloat16
 OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that cannot be multiplied in another dtype
@@ -109,8 +109,9 @@ def in_hub_cache() -> Iterator[FoundModel]:
         here = newest.snapshot_path
         if (here / CONFIG).exists():
             yield _of_folder(repository.repo_id, "hub", here)
-        for name in sorted(file.file_name for file in newest.files if is_chat_model(file.file_name)):
-            yield _of_gguf(f"{repository.repo_id}:{name}", "hub", here / name)
+        for name in sorted(str(file.file_path.relative_to(here)) for file in newest.files):
+            if is_chat_model(name):
+                yield _of_gguf(f"{repository.repo_id}:{name}", "hub", here / name)
 
 
 def at(path: Path) -> FoundModel | None:
@@ -137,7 +138,8 @@ def is_hub_name(name: str) -> bool:
 
 def is_chat_model(file: str) -> bool:
     """Return True if, by its name, a file is a GGUF file of a chat model, or the first of its parts."""
-    return file.lower().endswith(GGUF) and not file.startswith(ENCODER) and gguf_file.part(Path(file)) < 2
+    is_gguf, name = file.lower().endswith(GGUF), Path(file).name
+    return is_gguf and not name.startswith(ENCODER) and gguf_file.part(Path(name)) < 2
 
 
 def _with_problem(read: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:

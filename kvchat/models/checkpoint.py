@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         return _named(name)
     repository, colon, file = name.partition(":")
     is_file = name.lower().endswith(GGUF) and not colon
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
+    if name.startswith((".", "/", "~")) or repository.count("/") > 1 or is_file or not name:
         kind = "file" if is_file else "file or folder"
         raise ModelError(f'There is no {kind} "{name}".', "", "Check the path.")
     if "/" not in name and (near := nearest(name, (BUNDLED, *NAMED))):
@@ -166,10 +167,11 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     progress(f"Looking for {name} on the hub")
     if not colon or "/" not in repository:  # HOST:PORT is no model
         return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
-    patterns = [file] if file.lower().endswith(GGUF) else _named_for(file)
+    patterns = [gguf_file.SPLIT.sub(r"-*-of-\2", file)] if file.lower().endswith(GGUF) else _named_for(file)
     downloaded = download(repository, patterns, progress)
-    names = (path.name for pattern in patterns for path in downloaded.glob(pattern))
-    return ModelLocation(name, downloaded, True, min(filter(catalog.is_chat_model, names), key=len, default=file))
+    files = (str(path.relative_to(downloaded)) for path in downloaded.rglob("*"))
+    found = (one for one in files if any(fnmatchcase(one, pattern) for pattern in patterns))
+    return ModelLocation(name, downloaded, True, min(filter(catalog.is_chat_model, found), key=len, default=file))
 
 
 def _named_for(quantization: str) -> list[str]:

@@ -23,7 +23,7 @@ from kvchat.models.stored_tensors import StoredTensor
 from kvchat.units import meter, seconds, size
 
 Progress = Callable[[str], None]
-NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights in other layouts
+NOT_DOWNLOADED = ["*/*[!fF]", "consolidated*"]  # the same weights in other layouts, but not GGUF files
 LARGE = 2**24
 CHUNK = 2**20  # the library's own chunks are ten times as large, so a slow line would show no progress for ten seconds
 TOO_LARGE = 50 * 10**9  # the hub sends no larger file in one piece

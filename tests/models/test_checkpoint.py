@@ -13,6 +13,7 @@ from support.progress import silent
 
 from kvchat import paths
 from kvchat.errors import ModelError
+from kvchat.models import catalog
 from kvchat.models.checkpoint import ModelLocation, locate
 from kvchat.models.load import load_model
 from kvchat.models.quantize import quantization
@@ -55,11 +56,16 @@ def test_a_quantized_hub_model_is_planned_from_weight_headers(hub):
         ("hf.co/org/model:Q8_0", "m-Q8_0-00001-of-00002.gguf"),
         ("org/model:m.Q4_K_M.gguf", "m.Q4_K_M.gguf"),
         ("org/model:F16", "longer-f16.gguf"),
+        ("org/model:m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00001-of-00002.gguf"),
+        ("org/model:Q5_K_M", "large/m-Q5_K_M-00001-of-00002.gguf"),
+        ("hf.co/org/model:large/m-Q5_K_M-00001-of-00002.gguf", "large/m-Q5_K_M-00001-of-00002.gguf"),
         ("org/model:Q2_K", ""),
     ],
 )
 def test_a_gguf_file_can_be_named_by_its_quantization(hub, requested, found):
-    parts = [f"m-Q8_0-{part}-of-00002.gguf" for part in ("00001", "00002")]
+    names = ("m-Q8_0", "large/m-Q5_K_M")
+    parts = [f"{name}-{part}-of-00002.gguf" for name in names for part in ("00001", "00002")]
+    (hub.folder / "large").mkdir()
     others = ("m.Q4_K_M.gguf", "mmproj-f16.gguf", "longer-f16.gguf", "m-BF16.gguf", "config.json")
     for name in (*others, *parts):
         (hub.folder / name).write_bytes(b"GGUF")
@@ -69,8 +75,9 @@ def test_a_gguf_file_can_be_named_by_its_quantization(hub, requested, found):
         return
     location = locate(requested, silent)
     assert location.gguf == found
-    here = [file.name for file in location.folder.iterdir() if file.name != "mmproj-f16.gguf"]
-    assert sorted(here) == (parts if "Q8" in found else [found])
+    here = {str(file.relative_to(location.folder)) for file in location.folder.rglob("*.gguf")} - {"mmproj-f16.gguf"}
+    assert here == {part for part in parts if part[:9] == found[:9]} | {found}
+    assert [model.name for model in catalog.in_hub_cache()] == [f"org/model:{found}"]
 
 
 def test_damaged_headers_are_refused(hub):

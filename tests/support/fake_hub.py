@@ -69,14 +69,16 @@ class FakeHub:
             self._refuse(request, 404, "EntryNotFound")
 
     def _files(self) -> list[Path]:
-        return sorted(file for file in self.folder.iterdir() if file.is_file())
+        return sorted(file for file in self.folder.rglob("*") if file.is_file())
 
     def _described(self, file: Path) -> dict[str, object]:
         oid = hashlib.sha1(file.name.encode()).hexdigest()
-        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": oid}
+        return {"type": "file", "path": str(file.relative_to(self.folder)), "size": file.stat().st_size, "oid": oid}
 
     def _info(self) -> dict[str, object]:
-        siblings = [{"rfilename": file.name, "size": file.stat().st_size} for file in self._files()]
+        siblings = [
+            {"rfilename": str(file.relative_to(self.folder)), "size": file.stat().st_size} for file in self._files()
+        ]
         return {"_id": "1", "id": self.name, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
 
     def _json(self, request: BaseHTTPRequestHandler, content: object) -> None:
