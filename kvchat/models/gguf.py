@@ -52,15 +52,18 @@ ALSO_READ = {
     "glm4": "glm4",
     "granite": "granite",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "lfm2moe": "lfm2_moe",
     "mistral3": "mistral",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "qwen2vl": "qwen2",
     "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
-IN_PAIRS = ("arcee", "granite", "mistral3", "smollm3")  # those whose rows of queries and keys are paired as in Llama
+# Those whose tensors change like those of one that transformers reads; Llama's queries and keys are in pairs.
+CHANGED_LIKE = {**dict.fromkeys(("arcee", "granite", "mistral3", "smollm3"), "llama"), "lfm2moe": "lfm2"}
 # Keys by the names in transformers' configurations: those of ALSO_READ, and those that transformers' tables of most
 # architectures lack. It would use its defaults, which belong to another model.
 OF_ALSO_READ = {
@@ -70,7 +73,10 @@ OF_ALSO_READ = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -169,11 +175,15 @@ def _also_read(file: GgufFile) -> dict[str, Any]:
     found: dict[str, Any] = {name: file.number(f"tokenizer.ggml.{key}") for name, key in TOKENS.items()}
     found |= {"model_type": ALSO_READ[file.architecture], "sliding_window": None}  # several classes have a default
     found["tie_word_embeddings"] = all(one.name != HEAD for one in file.tensors)
+    found["norm_topk_prob"] = file.architecture != "olmoe"
     slides = file.of_architecture("attention.sliding_window_pattern")
     if slides and file.architecture == "olmo2":
         found["model_type"] = "olmo3"
     elif file.architecture == "exaone4" and not file.of_architecture("attention.sliding_window"):
         slides = [False] * file.of_architecture("block_count")  # its class fails without both
+    if isinstance(heads := file.of_architecture("attention.head_count_kv"), tuple):  # the others are convolutions
+        found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+        found["num_key_value_heads"] = max(heads)
     if slides:
         found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
     if beta := file.of_architecture("attention.temperature_scale"):  # YaRN's other values are set by ``apply``
@@ -192,7 +202,7 @@ def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
     said = {name: file.of_architecture(key) for name, key in keys.items() if not hasattr(kind, str(theirs.get(key)))}
     said |= {name: any(one.name.endswith(end) for one in file.tensors) for name, end in BIASES.items()}
     known = {name for name in said if hasattr(kind, name) or name in kind.attribute_map}
-    return {name: value for name, value in said.items() if value and name in known}
+    return {name: value for name, value in said.items() if value and name in known and not isinstance(value, tuple)}
 
 
 class _Field(NamedTuple):
@@ -365,7 +375,10 @@ def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
 def loading_info(weights: dict[str, Unpacked], model: Any) -> dict[str, Any]:
     """Return the loading information that transformers would return only after minutes of reading these ``weights``."""
     places = {name for name, _ in model.named_parameters()}
-    return {"missing_keys": places - weights.keys(), "unexpected_keys": weights.keys() - places}
+    return {
+        "missing_keys": places - weights.keys(),
+        "unexpected_keys": weights.keys() - places - model.state_dict().keys(),
+    }
 
 
 def values(tensor: gguf_file.Tensor) -> Tensor:
@@ -436,7 +449,7 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
     """Return the weights that transformers' processors make, each from one tensor; experts are stacked here."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    architecture = "llama" if file.architecture in IN_PAIRS else file.architecture
+    architecture = CHANGED_LIKE.get(file.architecture, file.architecture)
     processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
     with fed(file):
         names = theirs.get_gguf_hf_weights_map(model, processor, file.architecture)
@@ -450,17 +463,18 @@ def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) 
         return torch.from_numpy(done.weights)
 
     made, of_experts = {}, defaultdict(list)
-    modules = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+    modules = {name.split(".")[2]: (name, each) for name, each in model.named_modules() if name.endswith(".experts")}
     for one in tensors:
         experts = EXPERTS.fullmatch(one.name)
-        if experts and (path := f"model.layers.{experts['layer']}.mlp.experts") in modules:
+        if experts and experts["layer"] in modules:
             projection = "down_proj" if experts["part"] == "down" else "gate_up_proj"
-            of_experts[path, projection + ("_bias" if experts["kind"] == "bias" else "")].append(one)
+            of_experts[experts["layer"], projection + ("_bias" if experts["kind"] == "bias" else "")].append(one)
         else:
-            short = one.name.removesuffix(".weight")
+            short = one.name.removesuffix(".weight").removesuffix(".bias")
             made[names.get(one.name) or names.get(short) or one.name] = Unpacked(one.nbytes, partial(make, one))
-    for (path, name), found in of_experts.items():
-        made[f"{path}.{name}"] = Unpacked(_nbytes(found), partial(_stack, sorted(found), modules[path]))
+    for (layer, name), found in of_experts.items():
+        path, module = modules[layer]
+        made[f"{path}.{name}"] = Unpacked(_nbytes(found), partial(_stack, sorted(found), module))
     return made
 
 

@@ -119,6 +119,7 @@ COHERE = {"tie_word_embeddings": True, "logit_scale": 0.3}
         ("glm4", "glm4", theta(5e4, partial_rotary_factor=0.5)),
         ("granite", "granite", {"logits_scaling": 0.5}),
         ("hunyuan_v1", "hunyuan-dense", theta(5e4)),
+        ("lfm2_moe", "lfm2moe", {"tie_word_embeddings": True, **theta(5e4)}),
         ("ministral3", "mistral3", {}),
         ("mistral", "mistral3", {"sliding_window": None}),
         ("olmo2", "olmo2", theta(5e4)),
@@ -126,12 +127,16 @@ COHERE = {"tie_word_embeddings": True, "logit_scale": 0.3}
         ("olmoe", "olmoe", {"num_key_value_heads": 4}),
         ("qwen2", "qwen2vl", theta(5e4)),
         ("qwen3", "qwen3vl", {"head_dim": 16, "tie_word_embeddings": True}),
+        ("qwen3_moe", "qwen3vlmoe", {"norm_topk_prob": True}),
         ("seed_oss", "seed_oss", theta(5e4)),
         ("smollm3", "smollm3", theta(5e4)),
     ],
 )
 def test_architectures_that_transformers_reads_from_no_gguf_file(tmp_path, name, kind, changes):
     original = tiny_models.fresh(name, **{"vocab_size": 8192, **changes})
+    for name, buffer in original.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(0, 0.3)
     write_tiny(tmp_path / "x.gguf", original, kind)
     loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
     assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5

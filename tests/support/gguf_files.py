@@ -50,12 +50,15 @@ VALUES = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "sliding_window": "attention.sliding_window",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -177,7 +180,9 @@ def write_tiny(
     writer = gguf.GGUFWriter(path, kind)
     writer.add_name(name)
     for named, key in VALUES.items():
-        if (value := getattr(config, named, None)) is not None:
+        if kind == "lfm2moe" and named == "num_key_value_heads":
+            writer.add_head_count_kv([config.num_key_value_heads * (each != "conv") for each in config.layer_types])
+        elif (value := getattr(config, named, None)) is not None:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{kind}.{key}", value)
     if rope := getattr(config, "rope_parameters", None):
         whole, head = rope.get("full_attention", rope), config.hidden_size // config.num_attention_heads
@@ -194,14 +199,17 @@ def write_tiny(
             writer.add_rope_scaling_yarn_log_mul(whole["mscale_all_dim"])
     if kind in ("olmo2", "exaone4") and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
-    if kind.endswith("vl"):  # positions of pixels: for text all of them are the same
+    if kind == "lfm2moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "vl" in kind:  # positions of pixels: for text all of them are the same
         writer.add_rope_dimension_sections([3, 3, 2, 0])
         writer.add_num_deepstack_layers(0)
     _add_vocabulary(writer, config)
     architecture = next(one for one, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    for name, parameter in (*model.named_parameters(), *biases):
         layer, tensor = f"blk.{next(filter(str.isdigit, name.split('.')), '')}", parameter.detach()
         if ".experts." in name:
             end = "bias" if name.endswith("bias") else "weight"
@@ -211,6 +219,10 @@ def write_tiny(
             tensors |= {f"{layer}.ffn_{part}_exps.{end}": matrices for part, matrices in found.items()}
         elif name.endswith("sinks"):
             tensors[f"{layer}.attn_sinks.weight"] = tensor
+        elif name.endswith("expert_bias"):
+            tensors[f"{layer}.exp_probs_b.bias"] = tensor
+        elif name.endswith("conv.conv.weight"):
+            tensors[f"{layer}.shortconv.conv.weight"] = tensor.squeeze(1)
         else:
             tensor = baselines.rotated_in_pairs(name, tensor, config) if kind in PAIRED else tensor
             tensor = tensor + 1 if kind in ("gemma2", "gemma3") and name.endswith("norm.weight") else tensor
