@@ -219,6 +219,7 @@ class AnswerLoop(Released):
         between: Between,
         json_schema: str = "",
         top_logprobs: int | None = None,
+        must_call: Sequence[str] = (),
     ) -> Iterator[Event]:
         """Answer as ``Session.answer`` does, after ``announce``."""
         with explained(self._kv, "answering"), self._all_noted():
@@ -228,9 +229,10 @@ class AnswerLoop(Released):
             sampler = self.sampler(sampling)
             self._switcher.check_prompt(len(prompt.ids))
             grammar = None
-            if json_schema:
+            if json_schema or must_call:
+                call = self.encoder.forced_call(must_call) if must_call else ""
                 self._vocabulary = self._vocabulary or Vocabulary(self._model.tokenizer, self._model.vocab, self.ends)
-                grammar = Grammar(self._vocabulary, json_schema)
+                grammar = Grammar(self._vocabulary, json_schema, call)
             self.token_ids = []
             self._switcher.narrow()
             self.forget(prompt.reused)  # before the next calls, so that another conversation's pins do not count

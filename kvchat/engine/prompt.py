@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -126,6 +126,10 @@ class PromptEncoder:
     def calls(self) -> str:
         """How the model calls tools; see ``ChatTemplate.calls``."""
         return self._template.calls if self._tokenizer.chat_template else ""
+
+    def forced_call(self, names: Collection[str]) -> str:
+        """Return the grammar of one call of a tool of these ``names``; see ``ChatTemplate.forced_call``."""
+        return self._template.forced_call(names, self.thought_tags)
 
     def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
         """Return the prompt of a conversation, reusing stored ids; ``stored`` is not modified.

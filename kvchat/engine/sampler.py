@@ -10,7 +10,8 @@ about 1 us between them: by computation at most 1 % of an 8B model's token on an
 3060. Between two tokens the GPU waits for the id that ``read`` returns, because it may end the answer; a step started
 without it would have to be undone, and its slots filled again.
 
-A ``Grammar`` makes an answer follow a JSON schema: before each token, tokens that cannot continue it are ruled out.
+A ``Grammar`` makes an answer follow a JSON schema or be a tool call: before each token, tokens that cannot continue it
+are ruled out.
 llguidance computes them on the CPU, once per token.
 """
 
@@ -205,7 +206,7 @@ def _top_p(weights: Tensor, tokens: Tensor | None, p: float) -> tuple[Tensor, Te
     return weights * (before < wanted), order if tokens is None else tokens[order]
 
 
-# ---- answers constrained to a JSON schema
+# ---- answers constrained to a JSON schema or a tool call
 class Vocabulary:
     """The tokens in llguidance's form, for ``vocab`` logits; building it takes a second."""
 
@@ -218,22 +219,26 @@ class Vocabulary:
         try:
             self.tokens = from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
         except ValueError as error:
-            hint = "Use another model, or omit response_format."
+            hint = "Use another model, or omit response_format and tool_choice."
             raise UsageError("This model cannot be constrained to JSON.", f"Its tokenizer: {error}.", hint) from None
 
 
 class Grammar:
     """The parser state of one answer."""
 
-    def __init__(self, vocabulary: Vocabulary, schema: str) -> None:
-        """Raises UsageError: ``schema`` is not a JSON schema, or llguidance does not support it."""
+    def __init__(self, vocabulary: Vocabulary, schema: str, lark: str = "") -> None:
+        """``lark`` is a grammar in llguidance's syntax, used instead of the JSON ``schema``.
+
+        Raises UsageError: ``schema`` is not a JSON schema, or llguidance does not support it.
+        """
         from llguidance import LLMatcher
 
         self._vocab = vocabulary.vocab
         self._bits = torch.arange(32)
         self._taken = 0
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
+            overrides = {"whitespace_pattern": WHITE_SPACE}
+            grammar = lark or LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
         except ValueError as error:
             raise _refused(str(error)) from None
         self._matcher: Any = LLMatcher(vocabulary.tokens, grammar, log_level=0)
@@ -264,4 +269,5 @@ class Grammar:
 
 def _refused(why: str) -> UsageError:
     hint = "Change the part of the schema named above, or use a simpler one."
-    return UsageError("This JSON schema is not supported.", f"{why.splitlines()[0]}."[:500], hint)
+    reason = why.splitlines()[0].rpartition("JSON schema: ")[2]
+    return UsageError("This JSON schema is not supported.", f"{reason}."[:500], hint)

@@ -218,6 +218,7 @@ class Session(Released):
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
         top_logprobs: int | None = None,
+        must_call: Sequence[str] = (),
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
@@ -228,16 +229,18 @@ class Session(Released):
         If ``conversation`` is not the current one, the events of ``resume`` come first. Its K/V are saved afterwards.
         None means the stored conversation that ``turns`` continue, or a new one. A ``variant`` and ``template_args``
         replace the current ones, also for later answers, unless they are None. With ``json_schema`` the answer after a
-        thought is JSON that matches it; with ``top_logprobs`` each ``Text`` has scores.
+        thought is JSON that matches it; with ``must_call`` it is one call of a tool of that name; with ``top_logprobs``
+        each ``Text`` has scores.
 
         Raises:
-            UsageError: the prompt is empty, a setting is out of range, or llguidance does not support the schema.
+            UsageError: the prompt is empty, a setting is out of range, llguidance does not support the schema, or the
+                model cannot be made to call a tool.
             DoesNotFitError: the conversation is longer than the model's context, or memory ran out.
         """
         self._loop.announce()
         self._apply(template_args)
         opened, entered = self._prefix_cache.open(conversation, turns), self._entered(variant)
-        answer = self._loop.answer(turns, sampling, between or _nothing, json_schema, top_logprobs)
+        answer = self._loop.answer(turns, sampling, between or _nothing, json_schema, top_logprobs, must_call)
         return self._loop.lock.in_turn(self._saving(opened, entered, answer))
 
     def _apply(self, template_args: Sequence[str] | None) -> None:

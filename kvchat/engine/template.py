@@ -7,7 +7,7 @@ process: /stop ends a load, during which it is tested, and /restart ends an answ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Template, meta
 from transformers.utils import chat_template_utils
 
+from kvchat.engine.sampler import WHITE_SPACE
+from kvchat.errors import UsageError, check_known
 from kvchat.files import unmarked
 from kvchat.protocol.messages import RESERVED
+from kvchat.thoughts import end_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,13 +27,16 @@ if TYPE_CHECKING:
 TOOLS = "tools"  # the template variable that contains the tools
 # transformers' model type whose calls are written like those of a template with this tag.
 WRITTEN_AS = {"<function=": "qwen3_5", "<tool_call>": "qwen3", "<|tool_call>": "gemma4"}
-ASKED, CALLED = "kvchat-asked", "kvchat_called"  # a question and the tool that answers it, to test a template with
+JSON_CALL = ("<tool_call>", '\n{{"name": {}, "arguments": ', "}\n", "</tool_call>")  # the parts around the arguments
+NOTHING = {"additionalProperties": False}  # the arguments of a tool without parameters
+# A question, the tool that answers it and its arguments, to test a template with.
+ASKED, CALLED, ARGUMENTS = "kvchat-asked", "kvchat_called", {"x": "y"}
 PROBE_CALL: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": ASKED},
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "kvchat123", "type": "function", "function": {"name": CALLED, "arguments": {"x": "y"}}}],
+        "tool_calls": [{"id": "kvchat123", "type": "function", "function": {"name": CALLED, "arguments": ARGUMENTS}}],
     },
 )
 
@@ -87,17 +93,42 @@ class ChatTemplate:
 
     def _is_written(self, source: str, form: dict[str, Any]) -> bool:
         """Return True if a call that the template writes can be parsed by ``form``, or if it writes none."""
-        from transformers.utils.chat_parsing import parse_response
-
         try:
             written = self._render(source, PROBE_CALL, datetime.now()).rpartition(ASKED)[2]
         except Exception:  # noqa: BLE001  # templates raise anything
             return True
-        try:
-            calls = parse_response(written, form, prefix="").get("tool_calls") or ()
-        except ValueError:
-            calls = ()
-        return CALLED not in written or any(CALLED in str(call) for call in calls)
+        return CALLED not in written or any(CALLED in str(call) for call in _calls_in(written, form))
+
+    def forced_call(self, names: Collection[str], thoughts: Sequence[str] = ()) -> str:
+        """Return, as a Lark grammar for llguidance, one call of a tool of these ``names``.
+
+        Its arguments fit the tool's JSON schema. A thought that begins with one of the tags ``thoughts`` may come
+        first, if the tag is a token.
+
+        Raises:
+            UsageError: there is no such tool, or the model does not write calls as JSON between tags.
+        """
+        begin, head, tail, end = JSON_CALL
+        sample = f"{begin}{head.format(json.dumps(CALLED))}{json.dumps(ARGUMENTS)}{tail}{end}"
+        expected = [{"type": "function", "function": {"name": CALLED, "arguments": ARGUMENTS}}]
+        if _calls_in(sample, json.loads(self.calls or "{}")) != expected:
+            raise UsageError(
+                "This model cannot be made to call a tool.",
+                f"It does not write calls as JSON between {begin} and {end}.",
+                "Omit tool_choice: the model then decides whether to call.",
+            )
+        tokens = {name: f"<[{id}]>" for name, id in self._tokenizer.get_added_vocab().items()}
+        begin, end = (tokens.get(tag, json.dumps(tag)) for tag in (begin, end))
+        functions = {tool["function"]["name"]: tool["function"] for tool in self._variables.get(TOOLS) or ()}
+        calls, spaces = [], {"whitespace_pattern": WHITE_SPACE}
+        for name in names:
+            check_known(name, functions, "tool")
+            schema = {"type": "object", **(functions[name].get("parameters") or NOTHING), "x-guidance": spaces}
+            named = head.format(json.dumps(name, ensure_ascii=False))
+            calls.append(f"{begin} {json.dumps(named)} %json {json.dumps(schema)} {json.dumps(tail)} {end}")
+        tags = [(tag, end_of(tag)) for tag in thoughts if {tag, end_of(tag)} <= tokens.keys()]
+        before = " ".join(rf"({tokens[tag]} /(.|\n)*/ {tokens[end]})?" for tag, end in tags)
+        return rf'start: {before} "\n\n"? ({" | ".join(calls)})'
 
     @property
     def source(self) -> str:
@@ -113,6 +144,16 @@ class ChatTemplate:
     def _source(self, tools: Any) -> str:
         source: str = self._tokenizer.get_chat_template(tools=tools)
         return unmarked(source)
+
+
+def _calls_in(text: str, form: dict[str, Any]) -> Sequence[Any]:
+    """Return the calls that transformers finds in ``text`` with the response template ``form``."""
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        return parse_response(text, form, prefix="").get("tool_calls") or ()
+    except ValueError:
+        return ()
 
 
 def _compiled(source: str) -> Template:

@@ -261,7 +261,7 @@ class Server:
         self._snapshot_aside()
 
     def _answer(self, session: Session | RemoteSession, chat: Chat) -> Iterator[Event]:
-        own = (chat.variant, chat.template_args, chat.json_schema, chat.top_logprobs)
+        own = (chat.variant, chat.template_args, chat.json_schema, chat.top_logprobs, chat.must_call)
         events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, *own)
         if not chat.is_final:
             return events

@@ -147,6 +147,7 @@ class Chat:
         template_args: as in ``SetTemplateArgs``; None keeps the current ones.
         is_final: send text only when recovery can no longer withdraw it.
         json_schema: a JSON schema that the answer must match, "" for none.
+        must_call: names of tools in ``template_args``; the answer must be one call of one of them.
         top_logprobs: send each token's score and those of this many likeliest tokens; None for no scores.
     """
 
@@ -158,6 +159,7 @@ class Chat:
     is_final: bool = False
     json_schema: str = ""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    must_call: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -159,18 +159,19 @@ class RemoteSession:
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
         top_logprobs: int | None = None,
+        must_call: Sequence[str] = (),
     ) -> Iterator[Event]:
         """Answer the last turn, or continue it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
         ``between`` is called between two frames and while waiting for one, with the number of tokens so far. A
-        ``variant``, a ``json_schema`` and ``top_logprobs`` need a local model.
+        ``variant``, a ``json_schema``, ``must_call`` and ``top_logprobs`` need a local model.
 
         Raises:
             ContextFullError: the conversation is longer than the server's context; ModelError: the model is gone;
                 UsageError: the key is rejected, or an argument needs a local model; EngineError: the server cannot be
                 reached, disconnects or fails.
         """
-        if variant or json_schema or top_logprobs is not None:
+        if variant or json_schema or must_call or top_logprobs is not None:
             raise self.refuse()
         if template_args is not None:
             self.set_template_args(template_args)

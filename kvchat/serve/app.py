@@ -232,6 +232,7 @@ class Service:
             is_final=True,
             json_schema=body.json_schema(),
             top_logprobs=body.num_scored(),
+            must_call=body.must_call(),
         )
         tools = body.offered_tools()
         # Importing the parser takes a second.

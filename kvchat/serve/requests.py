@@ -36,7 +36,7 @@ NO_CALLS = (
     "off Builtin Tools among the model's capabilities."
 )
 NO_PREDICTION = "not supported; the mode parameter draft=lookup drafts from earlier text"
-NO_FORCE = "the model decides whether to call a tool"
+CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
 
 
 def only(*accepted: Any, reason: str) -> AfterValidator:
@@ -68,6 +68,13 @@ def _without_empty(stop: Any) -> Any:
     """Drop empty stop strings, which some clients send for none."""
     listed = [stop] if isinstance(stop, str) else stop
     return [text for text in listed if text != ""] or None if isinstance(listed, list) else listed
+
+
+def _choice(value: Any) -> Any:
+    match value:
+        case None | "none" | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
+            return value
+    raise ValueError(CHOICES)
 
 
 def _only(value: Any) -> Any:
@@ -124,11 +131,15 @@ class ToolCall(Body):
 
 
 class Function(Body):
-    """The description of a tool, which only the model reads: as in llama.cpp and vLLM, ``strict`` enforces nothing."""
+    """The description of a tool, which only the model reads: as in llama.cpp and vLLM, ``strict`` enforces nothing.
+
+    The arguments of a call fit ``parameters`` only if ``tool_choice`` forces it.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     name: str
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(Body):
@@ -293,6 +304,10 @@ class AnswerRequest(Body):
         """Return the schema that the answer must match, or ""."""
         return ""
 
+    def must_call(self) -> tuple[str, ...]:
+        """Return the names of the tools of which the answer must call one, if it must."""
+        return ()
+
     def num_scored(self) -> int | None:
         """Return how many of the likeliest tokens to send with each token's probability; None for no probabilities."""
         raise NotImplementedError
@@ -341,7 +356,7 @@ class ChatRequest(AnswerRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[Any, only("none", "auto", reason=NO_FORCE)] = None
+    tool_choice: Annotated[Any, AfterValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only([], reason=NO_FUNCTIONS)] = None
     function_call: Annotated[Any, only("none", "auto", reason=NO_FUNCTIONS)] = None
@@ -358,6 +373,8 @@ class ChatRequest(AnswerRequest):
             raise ValueError("top_logprobs needs logprobs")
         if self.offered_tools() and self.json_schema():
             raise ValueError("an answer constrained to JSON cannot call tools: omit tools or response_format")
+        if self.tool_choice not in (None, "none", "auto") and not self.must_call():
+            raise ValueError("tool_choice needs a tool that is not in tools")
         return self
 
     def num_scored(self) -> int | None:
@@ -369,6 +386,15 @@ class ChatRequest(AnswerRequest):
     @property
     def calls_once(self) -> bool:
         return self.parallel_tool_calls is False
+
+    def must_call(self) -> tuple[str, ...]:
+        names = tuple(tool.function.name for tool in self.tools or ())
+        match self.tool_choice:
+            case "required":
+                return names
+            case {"function": {"name": name}} if name in names:
+                return (name,)
+        return ()
 
     def json_schema(self) -> str:
         return self.response_format.schema_text() if self.response_format else ""

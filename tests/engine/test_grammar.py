@@ -1,16 +1,19 @@
-"""Answers constrained to a JSON schema: whatever is sampled, in any mode, and only after a thought."""
+"""Answers constrained to a JSON schema or a tool call: whatever is sampled, in any mode, and only after a thought."""
 
 import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from kvchat import libraries
+from kvchat import libraries, paths
+from kvchat.engine.prompt import PromptEncoder
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.sampler import Grammar, Vocabulary
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
+from kvchat.serve.answers import Calls
 
 QUESTION = (Turn("user", "Tell me about Paris in JSON."),)
 PROPERTIES = {
@@ -112,6 +115,71 @@ def test_invalid_schemas_are_refused(session, schema):
         ask(session, sampling=Sampling(), json_schema=schema)
     assert caught.value.detail
     assert session.total == 0
+
+
+# ---- tool calls
+
+CALLING = (
+    "{{ tools and '<tool_call>' }}{% for m in messages %}{{ m.content.split('</think>')[-1] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+CITY = {
+    "$defs": {"City": {"enum": ["Rome", "Paris"]}},
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": 'what is the "time"'}},
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_forced_answer_is_one_call_that_fits_its_tool(session, monkeypatch, seed):
+    monkeypatch.setattr(session._model.tokenizer, "chat_template", CALLING)
+    options = {"template_args": [f"tools={json.dumps(TOOLS)}"], "must_call": [TOOLS[seed % 2]["function"]["name"]]}
+    finished = ask(session, sampling=Sampling(temperature=1.5 * seed, seed=seed, max_new_tokens=200), **options)
+    assert finished.reason == "eos"
+    parts = list(Calls(session._loop.encoder.calls, TOOLS).feed(finished.text, is_last=True))
+    (call,) = [call["function"] for part in parts for call in part.get("tool_calls", ())]
+    assert call["name"] == options["must_call"][0]
+    if seed % 2:
+        assert call["arguments"] == "{}"
+    else:
+        assert json.loads(call["arguments"])["city"] in ("Rome", "Paris")
+    with pytest.raises(UsageError):
+        ask(session, sampling=Sampling(), must_call=["weather"], template_args=['tools=[{"function": {"name": "f"}}]'])
+
+
+def test_a_forced_call_is_written_with_the_models_tokens_after_any_thought():
+    tokenizer = AutoTokenizer.from_pretrained(paths.bundled_model_dir())
+    tokenizer.chat_template = CALLING
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    vocabulary = Vocabulary(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    lark = PromptEncoder(tokenizer, {"tools": TOOLS}).forced_call(["weather"])
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+    def num_taken(text: str) -> int:
+        grammar, logits = Grammar(vocabulary, "", lark), torch.zeros(len(tokenizer))
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        for number, token in enumerate(ids):
+            if not grammar.masked(logits)[token].isfinite():
+                return number - len(ids)
+            grammar.take(token)
+        return 0
+
+    assert [num_taken(f"{before}{call}") for before in ("", "\n\n", "<think>\nI look.\n</think>\n\n")] == [0] * 3
+    assert num_taken(f"{call}\n{call}") < 0
+    assert num_taken(call.replace("Paris", "Oslo")) < 0
+    assert num_taken(call.replace("weather", "time")) < 0
+    assert num_taken("<think>I look.") == -1
+
+
+def test_models_that_write_calls_otherwise_are_not_forced(session, monkeypatch):
+    monkeypatch.setattr(session._model.tokenizer, "chat_template", CALLING + "{# <function= #}")
+    with pytest.raises(UsageError):
+        ask(session, sampling=Sampling(), must_call=["weather"], template_args=[f"tools={json.dumps(TOOLS)}"])
 
 
 def test_missing_package_error_says_how_to_install_it(session, monkeypatch):

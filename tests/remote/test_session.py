@@ -194,7 +194,7 @@ def test_unsent_template_variables_are_noted(serve, connect):
 def test_options_for_local_models_only_are_refused(serve, connect):
     server = serve()
     session = connect(server.url)
-    for asked_for in ({"variant": Variant("streaming")}, {"json_schema": "{}"}):
+    for asked_for in ({"variant": Variant("streaming")}, {"json_schema": "{}"}, {"must_call": ("f",)}):
         with pytest.raises(UsageError, match="decides"):
             session.answer(HI, Sampling(), **asked_for)
     list(session.answer(HI, Sampling(), template_args=("shout=true",)))

@@ -185,6 +185,20 @@ def test_a_schema_can_be_next_to_the_type(kind):
     assert ChatRequest.model_validate(body).json_schema() == '{"type": "object"}'
 
 
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        *((None, ()), ("none", ()), ("auto", ()), ("required", ("f", "g"))),
+        ({"type": "function", "function": {"name": "g"}}, ("g",)),
+    ],
+)
+def test_a_tool_choice_names_the_tools_that_may_be_called(choice, names):
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    request = ChatRequest.model_validate({"messages": messages("a"), "tools": tools, "tool_choice": choice})
+    assert request.must_call() == names
+    assert bool(request.offered_tools()) == (choice != "none")
+
+
 @pytest.mark.parametrize("stop", [None, "", [], ["", ""]])
 def test_an_empty_stop_keeps_the_servers_own(stop):
     request = ChatRequest.model_validate({"messages": messages("a"), "stop": stop})

@@ -271,6 +271,27 @@ def test_a_template_gets_variables_tools_and_their_results(own):
     assert count(question, tools=spelled) > bare + 9 * 3  # spelled out, not a special token
 
 
+def test_a_forced_tool_is_called(own):
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": city | {"additionalProperties": False}}
+    tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "time"}}]
+    body = {"messages": messages(QUESTION), "tools": tools, "max_tokens": 100}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, names in (("required", ("weather", "time")), (named, ("weather",))):
+        (answer,) = own.ask("/v1/chat/completions", body | {"tool_choice": choice}).json["choices"]
+        (call,) = answer["message"]["tool_calls"]
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+        assert call["function"]["name"] in names
+        assert json.loads(call["function"]["arguments"]) in ({"city": "Rome"}, {"city": "Paris"}, {})
+        stream = own.ask("/v1/chat/completions", body | {"tool_choice": choice, "stream": True})
+        pieces = [piece["choices"][0] for piece in stream.pieces]
+        (part,) = [part for piece in pieces for part in piece["delta"].get("tool_calls", ())]
+        assert (part["function"], pieces[-1]["finish_reason"]) == (call["function"], "tool_calls")
+    tools[1]["function"]["parameters"] = {"type": "obj"}
+    refused = own.ask("/v1/chat/completions", body | {"tool_choice": "required"})
+    assert (refused.status, "obj" in refused.error["message"]) == (400, True)
+
+
 def test_logprobs_are_those_of_the_sampled_tokens(client):
     request = {"messages": messages(STORY), "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
     choice = client.chat.completions.create(**request, **GREEDY).choices[0]
@@ -341,7 +362,11 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}}, None),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": MANY_WAYS}}}, None),
         ({"tools": TOOLS}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}, None),
+        ({"tool_choice": "required"}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0.function.parameters"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, None),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),

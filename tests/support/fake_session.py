@@ -88,6 +88,7 @@ class FakeSession:
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
         top_logprobs: int | None = None,
+        must_call: Sequence[str] = (),
     ) -> Iterator[Event]:
         self.canceled.clear()
         self.asked.append((tuple(turns), sampling))
