@@ -25,8 +25,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOLS = "tools"  # the template variable that contains the tools
-# transformers' model type whose calls are written like those of a template with this tag.
-WRITTEN_AS = {"<function=": "qwen3_5", "<tool_call>": "qwen3", "<|tool_call>": "gemma4"}
+# How templates with a tag write calls: like a model type that transformers knows, or a field of its response templates.
+# A call of Mistral's models ends with the answer or where the next one begins.
+WRITTEN_AS: dict[str, str | dict[str, Any]] = {
+    "<function=": "qwen3_5",
+    "<tool_call>": "qwen3",
+    "<|tool_call>": "gemma4",
+    "[ARGS]": {
+        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        "close_pattern": r"(?<=\})\s*(?=\[TOOL_CALLS\]|</s>|\Z)",
+        "content": "json",
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        "repeats": True,
+    },
+    "<|tool_call_start|>": {
+        "open": "<|tool_call_start|>",
+        "close": "<|tool_call_end|>",
+        "content": "python-call-list",
+        "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform_each": True,
+    },
+}
 JSON_CALL = ("<tool_call>", '\n{{"name": {}, "arguments": ', "}\n", "</tool_call>")  # the parts around the arguments
 NOTHING = {"additionalProperties": False}  # the arguments of a tool without parameters
 # A question, the tool that answers it and its arguments, to test a template with.
@@ -77,8 +96,8 @@ class ChatTemplate:
     def calls(self) -> str:
         """How the model calls tools: transformers' response template as JSON; empty if unknown or there are no tools.
 
-        It is the tokenizer's own, or that of models whose templates write calls between the same tags. A template that
-        writes something else between these tags, such as GLM's, counts as unknown.
+        It is the tokenizer's own, or that of templates that write calls between the same tags. A template that writes
+        something else between these tags, such as GLM's, counts as unknown.
         """
         source = self._source([])
         if TOOLS not in self._names(source):
@@ -87,8 +106,11 @@ class ChatTemplate:
             from transformers.cli.serving.utils import get_response_template
         except ImportError:  # an older version
             return ""
-        like = next((kind for tag, kind in WRITTEN_AS.items() if tag in source), "")
-        found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=like)))
+        like = next((form for tag, form in WRITTEN_AS.items() if tag in source), "")
+        kind = like if isinstance(like, str) else ""
+        found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=kind)))
+        if not found and isinstance(like, dict):
+            found = {"start_anchor": "\0", "fields": {"tool_calls": like, "content": {"content": "text"}}}
         return json.dumps(found) if found and self._is_written(source, found) else ""
 
     def _is_written(self, source: str, form: dict[str, Any]) -> bool:

@@ -75,7 +75,9 @@ class Calls:
                     self._is_broken = True
                     break
                 self._open = self._open[closed.end() :] if closed else ""
-                yield from self._call(event["value"].get("function"))
+                calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                for call in calls:
+                    yield from self._call(call.get("function"))
         if self._is_broken:
             content, self._open = self._open, ""
             yield {CONTENT: content}
@@ -90,7 +92,8 @@ class Calls:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         call = {"name": function["name"], "arguments": written}
         number, self.found = self.found, self.found + 1
-        yield {CALLS: [{"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}]}
+        id = secrets.token_hex(5)[:9]  # templates of Mistral take no other length
+        yield {CALLS: [{"index": number, "id": id, "type": "function", "function": call}]}
 
 
 class Answer:

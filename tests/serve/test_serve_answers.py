@@ -9,11 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fake_engine import CALLS
 from support.served import messages
+from transformers import AutoTokenizer
 from transformers.cli.serving.utils import get_response_template
 
-from kvchat import libraries
+from kvchat import libraries, paths
 from kvchat.cli import serve as command
 from kvchat.config.sources import Resolved
+from kvchat.engine.template import ChatTemplate
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Finished, Load, Loaded, Sampling, Started, Text, parse_args
@@ -98,6 +100,40 @@ def test_streamed_tool_calls_match_the_whole_answer(text, cuts):
 
 def calling(form: str = CALLS, once: bool = False) -> Answer:
     return Answer("m", is_chat=True, calls=Calls(form, [], once))
+
+
+@pytest.mark.parametrize(
+    ("of_template", "written"),
+    [
+        (
+            "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments | tojson }}</s>",
+            '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[ARGS]{}',
+        ),
+        (
+            "[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments | tojson }}",
+            '[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        ),
+        (
+            "<|tool_call_start|>[{{ name }}(x='y')]<|tool_call_end|>",
+            "<|tool_call_start|>[f(a={'b': 1}), g()]<|tool_call_end|>",
+        ),
+    ],
+)
+def test_calls_of_mistral_and_lfm2_are_found(of_template, written):
+    tokenizer = AutoTokenizer.from_pretrained(paths.bundled_model_dir())
+    for name, value in (("name", "c.function.name"), ("arguments", "c.function.arguments"), ("id", "c.id")):
+        of_template = of_template.replace("{{ " + name, "{{ " + value)
+    tokenizer.chat_template = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        f"{of_template}{{% endfor %}}{{% endfor %}}"
+    )
+    form = ChatTemplate(tokenizer).calls
+    message = whole(calling(form), f"I look.{written}")["message"]
+    choices = streamed(calling(form), f"I look.{written}", list(range(len(written))), "eos")
+    for calls in (message["tool_calls"], [call for one in choices for call in one["delta"].get("tool_calls", ())]):
+        found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+        assert found == [("f", {"a": {"b": 1}}), ("g", {})]
+    assert message["content"] == thought_and_text(choices)[1] == "I look."
 
 
 def test_at_most_one_tool_call_is_sent_if_requested():
