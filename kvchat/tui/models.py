@@ -397,7 +397,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     for name, need in made.modes.items():
         given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
         read = f"K/V read, {name}{''.join(given)}"
-        yield Row(f"read {name}", read, where, need.refusal or size(need.device_bytes, 2))
+        held = size(need.device_bytes, 2) if need.device_bytes else "nothing more"
+        yield Row(f"read {name}", read, where, need.refusal or held)
         if need.link_bytes:
             streamed = f"  streamed from RAM per token, with weights, {made.beside}"
             yield Row(f"link {name}", streamed, "RAM", size(need.link_bytes, 2))
