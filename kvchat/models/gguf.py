@@ -175,7 +175,8 @@ def _also_read(file: GgufFile) -> dict[str, Any]:
     found: dict[str, Any] = {name: file.number(f"tokenizer.ggml.{key}") for name, key in TOKENS.items()}
     found |= {"model_type": ALSO_READ[file.architecture], "sliding_window": None}  # several classes have a default
     found["tie_word_embeddings"] = all(one.name != HEAD for one in file.tensors)
-    found["norm_topk_prob"] = file.architecture != "olmoe"
+    if file.architecture == "qwen3vlmoe":  # no key says so
+        found["norm_topk_prob"] = True
     slides = file.of_architecture("attention.sliding_window_pattern")
     if slides and file.architecture == "olmo2":
         found["model_type"] = "olmo3"
