@@ -33,7 +33,7 @@ WRITTEN_AS: dict[str, str | dict[str, Any]] = {
     "<|tool_call>": "gemma4",
     "[ARGS]": {
         "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-        "close_pattern": r"(?<=\})\s*(?=\[TOOL_CALLS\]|</s>|\Z)",
+        "close_pattern": r"(?<=\})\s*(?=\[TOOL_CALLS\]|\Z)",
         "content": "json",
         "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
         "repeats": True,
@@ -119,6 +119,7 @@ class ChatTemplate:
             written = self._render(source, PROBE_CALL, datetime.now()).rpartition(ASKED)[2]
         except Exception:  # noqa: BLE001  # templates raise anything
             return True
+        written = written.removesuffix(str(self._tokenizer.eos_token))
         return CALLED not in written or any(CALLED in str(call) for call in _calls_in(written, form))
 
     def forced_call(self, names: Collection[str], thoughts: Sequence[str] = ()) -> str:

@@ -106,7 +106,7 @@ def calling(form: str = CALLS, once: bool = False) -> Answer:
     ("of_template", "written"),
     [
         (
-            "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments | tojson }}</s>",
+            "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments | tojson }}{{ eos_token }}",
             '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[ARGS]{}',
         ),
         (
