@@ -9,7 +9,7 @@ import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -208,29 +208,28 @@ class Gpu:
             with Everywhere():  # in inference mode it arrives before it is decomposed
                 return func.decompose(*args, **kwargs)
         name, schema = func.overloadpacket.__name__, func._schema
-        leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_of((*args, *kwargs.values()))
         on_gpu = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
         wanted = kwargs.get("device")
         device = torch.device(wanted) if wanted is not None else on_gpu[0].device if on_gpu else CPU
         here = device.type == "cuda"
         if not on_gpu and not here:
             if any(map(self.addresses, leaves)):
-                self._note(name, schema, args, kwargs, None, races.HOST)
+                self._note(func, args, kwargs, None, races.HOST)
             return func(*args, **kwargs)
         waits = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] and args[2])
         self._refuse(name, leaves, on_gpu, here, waits)
-        func = attention.REPLACED.get(name, func)
         inner_args, inner_kwargs = mapped(inner_of, args), mapped(inner_of, kwargs)
-        run = functools.partial(func, *inner_args, **inner_kwargs)
+        run = functools.partial(attention.REPLACED.get(name, func), *inner_args, **inner_kwargs)
         result = run() if self.tape is None else self.tape.operation(run, schema)
         if schema.name in UNWRITTEN:
             poison(result)
-        outer = self._outer(schema, args, kwargs, result, device)
+        outer = self._outer(func, leaves, on_gpu, result, device)
         used = {(leaf.device.index or 0) for leaf in on_gpu} | ({device.index or 0} if here else set())
         streams = [self.stream_of(number).cuda_stream for number in used]
         for one, other in itertools.permutations(streams, 2):  # a copy from one device to another
             self.order.waits(one, other)
-        self._note(name, schema, args, kwargs, outer, streams[0], waits)
+        self._note(func, args, kwargs, outer, streams[0], waits)
         for other in streams[1:]:
             self.order.waits(other, streams[0])
         return outer
@@ -255,19 +254,17 @@ class Gpu:
             end += self.pinned[end]
         return end - address
 
-    def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object, waits: bool = True) -> None:
+    def _note(self, func, args: tuple, kwargs: dict, outer: Any, who: object, waits: bool = True) -> None:
         """Record what one of torch's operations reads and writes."""
-        if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in schema.returns):
-            return  # a view touches nothing
-        if "empty" in name:
-            return
-        reads, writes = [], []
-        for position, spec in enumerate(schema.arguments):
-            given = kwargs.get(spec.name, args[position] if position < len(args) else None)
-            found = [leaf for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor) and self.addresses(leaf)]
-            (writes if spec.alias_info is not None and spec.alias_info.is_write else reads).extend(found)
+        name = func.overloadpacket.__name__
+        if "empty" in name or _returns(func, is_write=False):
+            return  # an allocation or a view touches nothing
+        reads, writes, changed = [], [], _changed(func)
+        for spec, given in (*enumerate(args), *kwargs.items()):
+            found = [leaf for leaf in tensors_of((given,)) if self.addresses(leaf)]
+            (writes if spec in changed else reads).extend(found)
         known = {id(leaf) for leaf in writes}
-        made = [leaf for leaf in leaves_of(outer) if isinstance(leaf, OnGpu)]
+        made = [leaf for leaf in tensors_of((outer,)) if isinstance(leaf, OnGpu)]
         writes += [leaf for leaf in made if id(leaf) not in known]
         picked = (args[1], inner_of(args[2])) if name in PICKS else None
         accesses = [
@@ -333,9 +330,8 @@ class Gpu:
         if tensor.numel() and segments[0] != segments[1]:
             raise Refused("invalid argument: a copy across two segments of pinned memory")
 
-    def _outer(self, schema, args: tuple, kwargs: dict, result: Any, device: torch.device) -> Any:
+    def _outer(self, func, operands: list, on_gpu: list, result: Any, device: torch.device) -> Any:
         """Wrap a result for its device; an operation in place returns the tensor it was given."""
-        operands = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         given = {id(inner_of(leaf)): leaf for leaf in operands}
 
         def outer(value: Any) -> Any:
@@ -346,9 +342,8 @@ class Gpu:
             return OnGpu(value, device) if device.type == "cuda" else value
 
         # A view is an inference tensor if its base is one, whatever mode it was made in.
-        bases = [leaf for leaf in operands if isinstance(leaf, OnGpu)]
-        is_view = bases and any(r.alias_info is not None for r in schema.returns)
-        with torch.inference_mode(bases[0].is_inference()) if is_view else nullcontext():
+        is_view = on_gpu and (_returns(func, is_write=False) or _returns(func, is_write=True))
+        with torch.inference_mode(on_gpu[0].is_inference()) if is_view else nullcontext():
             return mapped(outer, result)
 
     # ---- memory
@@ -441,15 +436,29 @@ def _is_composed(func) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def leaves_of(operands: Any) -> Iterator[Any]:
-    """The leaves of nested operands, as of torch's pytree, in a fraction of its time."""
-    if isinstance(operands, list | tuple):
-        for each in operands:
-            yield from leaves_of(each)
-    elif isinstance(operands, dict):
-        yield from leaves_of([*operands.values()])
-    else:
-        yield operands
+@functools.cache
+def _returns(func, is_write: bool) -> bool:
+    """Whether an operation returns a view of an operand, or one that it writes."""
+    return any(each.alias_info is not None and each.alias_info.is_write == is_write for each in func._schema.returns)
+
+
+@functools.cache
+def _changed(func) -> set[int | str]:
+    """Positions and names of the operands that an operation writes."""
+    specs = enumerate(func._schema.arguments)
+    written = [(i, spec.name) for i, spec in specs if spec.alias_info is not None and spec.alias_info.is_write]
+    return {key for keys in written for key in keys}
+
+
+def tensors_of(operands: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among operands, which may be lists of them."""
+    found = []
+    for each in operands:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            found += tensors_of(each)
+    return found
 
 
 def mapped(change: Callable[[Any], Any], operands: Any) -> Any:

@@ -44,22 +44,25 @@ class Access:
 
 @dataclass
 class Shadow:
-    """The last launch of each stream that touched each byte of an allocation, 0 for none."""
+    """The last launch of each stream that touched each byte of an allocation, 0 for none; one number if all have it."""
 
     size: int
     made_on: object
-    written: dict[object, np.ndarray] = field(default_factory=dict)
-    read: dict[object, np.ndarray] = field(default_factory=dict)
+    written: dict[object, np.ndarray | int] = field(default_factory=dict)
+    read: dict[object, np.ndarray | int] = field(default_factory=dict)
 
     def mark(self, who: object, writes: bool, at: np.ndarray | slice, number: int) -> None:
         by = self.written if writes else self.read
-        if who not in by:
-            by[who] = np.zeros(self.size, dtype=np.int32)
+        if isinstance(at, slice) and at.stop - at.start == self.size:
+            by[who] = number
+            return
+        if isinstance(before := by.get(who, 0), int):
+            by[who] = np.full(self.size, before, dtype=np.int32)
         by[who][at] = number
 
     def last(self, who: object) -> int:
         """Return the last launch of ``who`` that touched any byte."""
-        return max((int(by[who].max()) for by in (self.written, self.read) if who in by), default=0)
+        return max((int(np.max(by[who])) for by in (self.written, self.read) if who in by), default=0)
 
 
 class Order:
@@ -67,6 +70,7 @@ class Order:
 
     def __init__(self) -> None:
         self.number = 0
+        self._waited = 0  # the last launch when the host waited for all streams
         self._clocks: dict[object, Clock] = {HOST: {}}
         self._last: Clock = {}
         self.shadows: dict[int, Shadow] = {}
@@ -91,7 +95,9 @@ class Order:
 
     def host_waits(self, streams: Iterable[object] | None = None) -> None:
         """Wait on the host for the given streams or all of them; later launches are ordered after their work."""
-        for each in list(self._last) if streams is None else streams:
+        if streams is None:  # no clock has to say more: tests make hundreds of streams
+            self._waited, self._clocks = self.number, {HOST: {}}
+        for each in streams or ():
             self.waits(HOST, each)
 
     def unjoined(self, origin: object) -> list[object]:
@@ -132,7 +138,7 @@ class Order:
         clock, host = self._clock(shadow.made_on), self._clock(HOST)
         for who in {*shadow.written, *shadow.read} - {shadow.made_on, HOST}:
             latest = shadow.last(who)
-            if latest > max(clock.get(who, 0), host.get(who, 0)):
+            if latest > max(clock.get(who, 0), host.get(who, 0), self._waited):
                 return f"memory of {shadow.made_on} is freed while launch {latest} of {who} may use it"
         return ""
 
@@ -141,15 +147,17 @@ class Order:
         accesses = []
         for address, shadow in other.shadows.items():
             for by, writes in ((shadow.read, False), (shadow.written, True)):
-                touched = [np.flatnonzero(numbers) for numbers in by.values()]
-                accesses += [Access(address, shadow.size, at, writes) for at in touched if len(at)]
+                for numbers in by.values():
+                    at = slice(0, shadow.size) if isinstance(numbers, int) else np.flatnonzero(numbers)
+                    accesses.append(Access(address, shadow.size, at, writes))
         self.launch(who, name, accesses)
 
-    def _refuse_race(self, who: object, touches: str, access: Access, by: dict[object, np.ndarray], verb: str) -> None:
+    def _refuse_race(self, who: object, touches: str, access: Access, by: dict[object, Any], verb: str) -> None:
         clock = self._clock(who)
         for other in by.keys() - {who}:
-            latest = int(by[other][access.bytes].max(initial=0))
-            if latest > clock.get(other, 0):
+            numbers = by[other]
+            latest = numbers * (access.end > 0) if isinstance(numbers, int) else numbers[access.bytes].max(initial=0)
+            if latest > max(clock.get(other, 0), self._waited):
                 raise Race(f"{touches} what {other} {verb} in launch {latest}, unordered")
 
     def _clock(self, who: object) -> Clock:
@@ -224,8 +232,7 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
 def of_tensor(tensor: torch.Tensor, writes: bool, picked: tuple[int, torch.Tensor] | None = None) -> Access:
     """Return the access to a tensor's bytes, or to those that an index picks along one dimension."""
     storage, size, first = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
-    in_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    if picked is None and (tensor.is_contiguous() or tensor.permute(in_order).is_contiguous()):
+    if picked is None and (tensor.is_contiguous() or _is_permuted(tensor)):
         touched = slice(first * size, (first + tensor.numel()) * size)
         return Access(storage.data_ptr(), storage.nbytes(), touched, writes)
     along = [np.arange(n) for n in tensor.shape]
@@ -235,6 +242,11 @@ def of_tensor(tensor: torch.Tensor, writes: bool, picked: tuple[int, torch.Tenso
     for numbers, stride in zip(along, tensor.stride(), strict=True):
         at = at[..., None] + numbers * stride
     return Access(storage.data_ptr(), storage.nbytes(), _bytes(_distinct(at.ravel()) * size, size), writes)
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's dimensions, in another order, are contiguous."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 def _distinct(numbers: np.ndarray) -> np.ndarray:
