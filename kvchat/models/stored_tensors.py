@@ -53,17 +53,21 @@ def read_headers(folder: Path, where: str) -> list[StoredTensor]:
 
 
 def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
-    """Return the safetensors files of the model in ``folder``: all that its index names, if it has one.
+    """Return the safetensors files of the model in ``folder``, as transformers chooses them.
+
+    They are the single file, if there is one, even beside the index of an earlier save in several files; else all that
+    the index names.
 
     Raises:
         ModelError: some are missing, or outside the folder.
     """
     index = folder / INDEX
+    if (folder / WHOLE).is_file():
+        return (folder / WHOLE,)
     if not index.is_file():
-        if (folder / WHOLE).is_file():
-            return (folder / WHOLE,)
-        lacks = INDEX if any(folder.glob("model-*.safetensors")) else WHOLE
-        raise ModelError(f"{where} has no weights.", f"There is no {lacks}.", format_hint(folder))
+        parts = any(folder.glob("model-*.safetensors"))
+        hint = "Copy it from the model's repository: it lists which file has which tensor." if parts else format_hint(folder)
+        raise ModelError(f"{where} has no weights.", f"There is no {INDEX if parts else WHOLE}.", hint)
     shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(

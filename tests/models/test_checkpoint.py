@@ -1,20 +1,18 @@
 """Headers of a checkpoint's weights, local or on the hub, and the index of several files."""
 
-import json
-
 import pytest
 import safetensors.torch
 import torch
 from huggingface_hub import constants, hf_api
 from support import tiny_models
 from support.fake_hub import FakeHub
-from support.model_folders import planned_bytes, set_quantization
+from support.model_folders import edit_json, planned_bytes, set_quantization
 from support.progress import silent
 
 from kvchat import paths
 from kvchat.errors import ModelError
 from kvchat.models import catalog
-from kvchat.models.checkpoint import ModelLocation, locate
+from kvchat.models.checkpoint import ModelLocation, complete, locate
 from kvchat.models.load import load_model
 from kvchat.models.quantize import quantization
 from kvchat.paths import INDEX
@@ -91,12 +89,18 @@ def test_damaged_headers_are_refused(hub):
     ("absent", "hint"),
     [("weight_map", r"Download the model again\.$"), ("metadata", r'or add "metadata": \{\} to the file\.$')],
 )
-def test_an_incomplete_index_is_refused(llama_folder, absent, hint):
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
-    del index[absent]
-    (llama_folder / INDEX).write_text(json.dumps(index))
+def test_an_incomplete_index_is_refused(folder, absent, hint):
+    edit_json(folder / INDEX, **{absent: None})
     with pytest.raises(ModelError, match=f'{INDEX}.*"{absent}".*{hint}'):
-        load_model(Load(str(llama_folder), "cpu"), silent)
+        load_model(Load(str(folder), "cpu"), silent)
+
+
+def test_an_index_of_an_earlier_save_is_ignored(llama_folder):
+    """transformers reads the single file."""
+    (llama_folder / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    (llama_folder / "model-00001-of-00001.safetensors").write_bytes(b"no")
+    assert complete(locate(str(llama_folder), silent), silent).weights == (llama_folder / "model.safetensors",)
+    load_model(Load(str(llama_folder), "cpu"), silent)
 
 
 def test_a_named_model_is_located_in_the_models_folder():
