@@ -99,7 +99,7 @@ def _named_in(message: str) -> Sequence[str]:
     """Return the packages that transformers' ``message`` says to install."""
     command = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
     options = ("-U", "--upgrade")
-    return [word for word in (command[1] if command else "").split() if word not in options]
+    return [word for word in (command[1] if command else "").rstrip(".").split() if word not in options]
 
 
 def weight_bytes(model: Any) -> int:
