@@ -12,6 +12,7 @@ import importlib
 import inspect
 import math
 import operator
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from kvchat.models.recurrent import (
     layer_types,
 )
 from kvchat.models.stored_tensors import COMPRESSED, has_bitsandbytes_flag
+from kvchat.models.weights import MASKS
 from kvchat.units import count
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
@@ -235,7 +237,7 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
         )
     if isinstance(error, ImportError):
         return missing(name, Quantization(), error)
-    first = str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
+    first = re.sub(r":\s*\n\s*", ": ", str(error).strip()).split("\n", 1)[0][:300] or type(error).__name__
     return ModelError(
         f"{name} cannot be loaded.",
         f"transformers refuses {what}: {first}",
@@ -253,8 +255,8 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """Yield the ``unexpected`` tensors that the decoder would have used.
 
     Encoders and other heads may be ignored, and so may layers that draft further tokens (they merge hidden state and
-    embedding with an ``eh_proj``). Quantizers store their own tensors in the decoder's layers; transformers does not
-    record that weights it unpacked were quantized.
+    embedding with an ``eh_proj``) and causal masks, which older transformers stored. Quantizers store their own tensors
+    in the decoder's layers; transformers does not record that weights it unpacked were quantized.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     prefix = _layer_prefix(model, layers)
@@ -267,7 +269,7 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
         if layer is not None and layer >= layers:
             lacking = layer not in drafting
         else:
-            own = quantized or key in known or key.endswith(OF_ACTIVATIONS)
+            own = quantized or key in known or key.endswith(OF_ACTIVATIONS) or MASKS.search(key)
             lacking = not own and (layer is not None or key.rpartition(".")[0] in owners)
         if lacking:
             yield key

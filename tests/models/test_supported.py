@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError
 from kvchat.models import support
+from kvchat.models.description import describe
 from kvchat.models.load import load_model
 from kvchat.models.support import check_quantization, check_tensors, model_class, unreadable
 from kvchat.protocol.messages import Load
@@ -173,6 +174,13 @@ def test_tensors_outside_the_decoder_are_ignored(name):
     check_tensors(tiny_models.model("llama"), Path("x"), info(name))
 
 
+def test_causal_masks_of_old_files_are_ignored():
+    masks = "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.bias"
+    check_tensors(tiny_models.model("gpt2"), Path("x"), info(*masks))
+    with pytest.raises(ModelError, match=r"attn\.c_attn\.scale"):
+        check_tensors(tiny_models.model("gpt2"), Path("x"), info(*masks, "transformer.h.0.attn.c_attn.scale"))
+
+
 def test_drafting_layers_are_ignored():
     model, drafting = tiny_models.model("llama"), ["model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight"]
     check_tensors(model, Path("x"), info(*drafting))
@@ -198,6 +206,12 @@ def test_missing_tensors_are_reported_first():
 def test_an_unreadable_model_is_named():
     error = unreadable("x", "its config.json", ValueError("first\nsecond"))
     assert error.title.startswith("x ")
+
+
+def test_the_reason_below_a_heading_is_shown(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": "</s>"}')
+    with pytest.raises(ModelError, match="eos_token_id.*'</s>'"):
+        describe(str(tmp_path), "cpu", "auto", silent)
 
 
 def test_a_package_that_the_model_needs_is_named():
