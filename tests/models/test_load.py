@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
 from kvchat import paths
+from kvchat.engine.prompt import PromptEncoder
 from kvchat.errors import DoesNotFitError, KvchatError, ModelError, UsageError
 from kvchat.models import attention_hook, checkpoint, compile_ahead, hub, load, support
 from kvchat.models.fuse import modules
@@ -26,7 +27,7 @@ from kvchat.models.probe import _chunks
 from kvchat.models.quantize import int8_rows
 from kvchat.models.quantize.rows import ThreadBudget
 from kvchat.paths import INDEX
-from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
+from kvchat.protocol.messages import TEMPERATURE, Load, Sampling, Turn
 
 # ---- loaded models ---------------------------------------------------------------------------------
 
@@ -150,6 +151,14 @@ def test_special_tokens_of_the_tokenizer_class_are_kept(folder):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_the_first_of_several_templates_is_used_if_none_is_the_default(folder):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    named = [{"name": "rag", "template": "{{ messages[0].content }} rag"}, {"name": "tool_use", "template": "tools"}]
+    edit_json(folder / "tokenizer_config.json", chat_template=named)
+    tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
+    assert PromptEncoder(tokenizer).render([Turn("user", "Hello")]) == "Hello rag"
 
 
 def test_the_revision_changes_with_the_files(folder):
@@ -285,9 +294,14 @@ def with_row_of(value: float):
     return change
 
 
+def index_leading_outside(folder) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}')
+
+
 HOSTILE = {
     "weights of zeros": lambda it: sparse(it, WEIGHTS, 10**11),
-    "an index leading outside": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
+    "an index leading outside": index_leading_outside,
     "a number of layers in letters": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
     "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
     "unknown rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
