@@ -43,7 +43,7 @@ PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 SYSTEM = Turn("system", f"{PROBE}-told")
 PROBED = (2, 12)  # numbers of questions to try, because templates may drop all but the last few
-EXCERPT = 24  # characters before and after a difference
+EXCERPT = 24  # characters before and after a difference, and at the beginning of a text
 OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template FILE."
 LONGEST_TAG = 80  # characters, with the white space after it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
@@ -217,7 +217,7 @@ class PromptEncoder:
             UsageError: the same as ``encode``.
         """
         if is_text(turns):
-            return self._leading_bos() + _cleaned(turns[0].content)
+            return self._begun(_cleaned(turns[0].content))
         _check(turns)
         write = Edges().insert if edges else str
         if REASONING not in self._template_source:
@@ -414,7 +414,7 @@ class PromptEncoder:
 
     def _plain(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
         """Return the prompt for a model without a template, which generates the space before an answer itself."""
-        lines = [self._leading_bos()]
+        lines = list[str]()
         for turn in turns:
             text = write(self._escape(turn.content))
             if turn.role == "system":
@@ -423,12 +423,23 @@ class PromptEncoder:
                 lines.append(f"User: {text.strip()}\n")
             else:
                 lines.append(f"Assistant:{text if text[:1].isspace() else ' ' + text}\n")
-        return "".join(lines) + "Assistant:"
+        return self._begun("".join(lines) + "Assistant:")
 
-    def _leading_bos(self) -> str:
-        """Return the beginning-of-text token if the tokenizer adds it; templates write their own."""
-        bos = self._tokenizer.bos_token_id
-        return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
+    def _begun(self, text: str) -> str:
+        """Return ``text`` after the beginning-of-text token if the tokenizer adds it; templates write their own.
+
+        Some tokenizers mark the start of a word at the beginning of a text even after the token that they add, but not
+        after a token that is written: there a space has the same effect.
+        """
+        beginning = text[:EXCERPT]
+        expected = self._tokenizer(beginning).input_ids
+        if expected[:1] != [self._tokenizer.bos_token_id]:
+            return text
+        for between in ("", " "):
+            written = self._tokenize(f"{self._tokenizer.bos_token}{between}{beginning}", START)
+            if written == expected[: len(written)]:
+                return f"{self._tokenizer.bos_token}{between}{text}"
+        return f"{self._tokenizer.bos_token}{text}"
 
     def _renders(self, turns: Sequence[Turn]) -> bool:
         """True if the template renders ``PROBE`` in these turns; some raise for a role, some drop the text."""

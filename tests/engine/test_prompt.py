@@ -3,7 +3,7 @@ from datetime import datetime
 
 import pytest
 from support.byte_tokenizer import byte_level
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat import paths, thoughts
@@ -274,6 +274,20 @@ def test_plain_format_without_a_template_is_reused_too(tokenizer):
     assert prompt.reused == len(stored.ids)
     assert tokenizer.decode(prompt.ids[prompt.reused :]) == "\nUser: Bye\nAssistant:"
     assert encoder.render([user("a"), assistant("b"), user("c")]) == "User: a\nAssistant: b\nUser: c\nAssistant:"
+
+
+@pytest.mark.parametrize("text", ["ab", " ab", "\nab", "</s>ab", "a", ""])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_text_without_a_template_begins_as_the_tokenizer_begins_it(scheme, text):
+    vocabulary = {character: i for i, character in enumerate(("<s>", "</s>", "<unk>", *"▁ab</s>\n"))}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    own = {"single": "<s> $A </s>", "special_tokens": [("<s>", 0), ("</s>", 1)]}
+    backend.post_processor = processors.TemplateProcessing(**own)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    prompt = PromptEncoder(tokenizer).encode([Turn("text", text)], Stored())
+    assert [*prompt.ids, 1] == tokenizer(text).input_ids
 
 
 @pytest.mark.parametrize("prepends", [False, True])
