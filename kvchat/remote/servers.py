@@ -31,8 +31,8 @@ USUAL = tuple(f"http://127.0.0.1:{port}" for port in (8080, 9931, 8000, 30000, 1
 """The default addresses of llama-server (old and new), vLLM, SGLang, Ollama and LM Studio."""
 LLAMA, VLLM, SGLANG, OLLAMA, LM_STUDIO = "llama-server", "vLLM", "SGLang", "Ollama", "LM Studio"
 TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-compatible server"
-OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
-"""Programs by ``owned_by`` in their list of models."""
+OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT, "koboldcpp": "KoboldCpp"}
+"""Programs by ``owned_by`` in their list of models. KoboldCpp also answers Ollama's requests."""
 OFFERS = {
     LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in RAM; --cache-ram MIB keeps"
     " whole prompts there.",

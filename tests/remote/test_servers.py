@@ -54,6 +54,14 @@ def test_each_program_is_recognized(serve, kind):
     assert inspect(serve(kind).url).kind == kind
 
 
+def test_koboldcpp_is_not_mistaken_for_ollama(serve):
+    """It answers Ollama's requests too, but has none of its options."""
+    server = serve("Ollama")
+    server.routes["/v1/models"] = models({"id": "koboldcpp/m", "owned_by": "koboldcpp"})
+    found = inspect(server.url)
+    assert (found.kind, found.offers, found.choose().id) == ("KoboldCpp", "", "koboldcpp/m")
+
+
 def test_mlx_lms_server_is_not_mistaken_for_transformers(serve):
     server = serve("transformers serve")
     server.routes["/v1/models"] = models({"id": "mlx-community/m"})
