@@ -25,8 +25,8 @@ import torch
 from jinja2 import Environment, TemplateSyntaxError
 from torch import Tensor
 
-from kvchat import files, paths
-from kvchat.errors import KvchatError, UsageError
+from kvchat import files, libraries, paths
+from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
 from kvchat.models import attention_hook, compile_ahead, description, reading, repacking, split, support
@@ -60,6 +60,7 @@ ONE_BY_ONE = (
 )
 KEPT_DAMAGED = "Its weights were packed again: their cached copy was damaged."
 DIGEST_BYTES = 16
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")  # names of its files
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,6 +393,7 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: st
         if checkpoint.gguf:
             built = tokenizers.build(described.gguf, checkpoint.name, template)
             return guarded(built.tokenizer), built.notes
+        _check_packages(checkpoint)
         tokenizer = _of_folder(checkpoint.folder)
     processors = checkpoint.folder / "chat_template.json"  # in older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
@@ -400,6 +402,27 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: st
         named.setdefault("default", next(iter(named.values())))
     tokenizer.chat_template = template or tokenizer.chat_template
     return guarded(tokenizer), ()
+
+
+def _check_packages(checkpoint: Checkpoint) -> None:
+    """Refuse a tokenizer that only SentencePiece's file describes if a package is missing that transformers reads it by.
+
+    transformers would take the file for another library's, and name that.
+
+    Raises:
+        ModelError: with the command that installs the packages.
+    """
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available
+
+    only = any((checkpoint.folder / file).is_file() for file in SENTENCEPIECE)
+    if not only or (checkpoint.folder / "tokenizer.json").is_file():
+        return
+    if not (is_sentencepiece_available() and is_protobuf_available()):
+        raise ModelError(
+            f"{checkpoint.name} needs packages that are not installed.",
+            "It has no tokenizer.json, and transformers reads SentencePiece's file only with sentencepiece and protobuf.",
+            f"Run: {libraries.command('sentencepiece', 'protobuf')}",
+        )
 
 
 def _of_folder(folder: Path) -> Any:

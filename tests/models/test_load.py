@@ -153,6 +153,16 @@ def test_special_tokens_of_the_tokenizer_class_are_kept(folder):
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
 
 
+@pytest.mark.parametrize("missing", ["is_sentencepiece_available", "is_protobuf_available"])
+def test_packages_that_read_a_sentencepiece_file_are_named(folder, monkeypatch, missing):
+    (folder / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr(transformers.utils, missing, lambda: False)
+    load_model(Load(str(folder), "cpu"), silent)  # tokenizer.json needs neither
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="pip install sentencepiece protobuf"):
+        load_model(Load(str(folder), "cpu"), silent)
+
+
 def test_the_first_of_several_templates_is_used_if_none_is_the_default(folder):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     named = [{"name": "rag", "template": "{{ messages[0].content }} rag"}, {"name": "tool_use", "template": "tools"}]
