@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.errors import UsageError, check_known
+from kvchat.errors import ModelError, UsageError, check_known
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
 from kvchat.models.catalog import BFLOAT16_FROM
@@ -31,7 +31,7 @@ from kvchat.models.hub import Progress
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.rows import linear as one_product
 from kvchat.models.quantize.rows import without_onednn
-from kvchat.models.stored_tensors import StoredTensor, read_json
+from kvchat.models.stored_tensors import StoredTensor, has_bitsandbytes_flag, read_json
 from kvchat.models.weights import Place, Weights
 from kvchat.units import count, figure
 
@@ -82,14 +82,20 @@ class ModelDescription:
         return ggufs.weights(self.gguf, self.shapes)
 
     def check_tensors(self) -> None:
-        """Compare the names of a GGUF file's tensors with the model's, in 0.05 s.
+        """Compare the names of a GGUF file's tensors with the model's, in 0.05 s; or types of tensors with config.json.
 
         Raises:
-            ModelError: the file lacks some, or the model has no place for some.
+            ModelError: the file lacks some, the model has no place for some, or none is packed as config.json says.
         """
         if self.location.gguf:
             found = ggufs.loading_info(self.gguf_weights, self.shapes)
             support.check_tensors(self.shapes, self.location.folder / self.location.gguf, found)
+        elif has_bitsandbytes_flag(quantization.own_section(self.config)) and not self.weights.layer_bits:
+            raise ModelError(  # unsloth and others left the section in merged models
+                f"The weights of {self.location.name} are not quantized.",
+                "But its config.json says that bitsandbytes packed them.",
+                'Remove "quantization_config" from its config.json. --quantize nf4 packs the weights while loading.',
+            )
 
     @cached_property
     def stored(self) -> list[StoredTensor]:

@@ -405,7 +405,7 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: st
 
 
 def _check_packages(checkpoint: Checkpoint) -> None:
-    """Refuse a tokenizer that only SentencePiece's file describes if a package is missing that transformers reads it by.
+    """Refuse a tokenizer of which there is only SentencePiece's file, if a package that reads it is missing.
 
     transformers would take the file for another library's, and name that.
 
@@ -420,7 +420,7 @@ def _check_packages(checkpoint: Checkpoint) -> None:
     if not (is_sentencepiece_available() and is_protobuf_available()):
         raise ModelError(
             f"{checkpoint.name} needs packages that are not installed.",
-            "It has no tokenizer.json, and transformers reads SentencePiece's file only with sentencepiece and protobuf.",
+            "Without a tokenizer.json, transformers reads its tokenizer with sentencepiece and protobuf.",
             f"Run: {libraries.command('sentencepiece', 'protobuf')}",
         )
 

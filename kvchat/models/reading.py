@@ -74,8 +74,8 @@ def read(
     chosen = {} if packed or _is_packed_later(described, quantized) else quantized.options
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
     head, place = None, checkpoint.folder / checkpoint.gguf
+    described.check_tensors()
     if checkpoint.gguf:
-        described.check_tensors()
         head = None if packed else _tied_head(described, quantized)
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:

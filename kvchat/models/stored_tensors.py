@@ -65,9 +65,10 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
     if (folder / WHOLE).is_file():
         return (folder / WHOLE,)
     if not index.is_file():
-        parts = any(folder.glob("model-*.safetensors"))
-        hint = "Copy it from the model's repository: it lists which file has which tensor." if parts else format_hint(folder)
-        raise ModelError(f"{where} has no weights.", f"There is no {INDEX if parts else WHOLE}.", hint)
+        is_split = any(folder.glob("model-*.safetensors"))
+        of_index = "Copy it from the model's repository: it lists which file has which tensor."
+        hint = of_index if is_split else format_hint(folder)
+        raise ModelError(f"{where} has no weights.", f"There is no {INDEX if is_split else WHOLE}.", hint)
     shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(

@@ -210,7 +210,7 @@ def test_an_unreadable_model_is_named():
 
 def test_the_reason_below_a_heading_is_shown(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": "</s>"}')
-    with pytest.raises(ModelError, match="eos_token_id.*'</s>'"):
+    with pytest.raises(ModelError, match=r"eos_token_id.*'</s>'"):
         describe(str(tmp_path), "cpu", "auto", silent)
 
 

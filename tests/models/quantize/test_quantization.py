@@ -66,6 +66,13 @@ def test_checkpoints_with_a_missing_package_name_the_command(llama_folder, metho
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
+def test_plain_weights_that_bitsandbytes_should_have_packed_are_refused(llama_folder):
+    set_quantization(llama_folder, QUANTIZED["bitsandbytes"])
+    for use in (load_model, lambda load, progress: memory_plan(load, 64, progress)):
+        with pytest.raises(ModelError, match=r"not quantized.*bitsandbytes.*Remove"):
+            use(Load(str(llama_folder), "cpu"), silent)
+
+
 def test_unquantized_weights_have_no_description():
     assert quantization.describe(tiny_models.model("llama")) == ""
 
