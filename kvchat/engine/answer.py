@@ -268,7 +268,8 @@ class AnswerLoop(Released):
     ) -> Iterator[Event]:
         """Sample and store tokens; after the end of the ``thought`` they must match the ``grammar``."""
         sampling = sampler.sampling
-        text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
+        text = self.text_of(sampling, (), thoughts.goes_on(prompt.text), prompt.continues)
+        monitor = RecoveryMonitor(sampler)
         prepared, checked_at, memory_checked_at = None, 0, 0
         scores: list[Score] = []  # of tokens whose text has not been emitted yet
         while not (reason := self.end_reason(text, len(self.token_ids), sampling, between)):
@@ -424,7 +425,7 @@ class AnswerLoop(Released):
             grammar.go_back(tokens)
         answer.withdrawn += tokens
         del self.token_ids[-tokens:]
-        kept = self.text_of(monitor.sampler.sampling, self.token_ids, text.in_thought)
+        kept = self.text_of(monitor.sampler.sampling, self.token_ids, text.in_thought, text.continues)
         # The token before the first withdrawn one is prefilled again, because its logits are needed.
         last = self.stored.ids[-tokens - 1]
         self.forget(self._kv.total - tokens - 1)
@@ -596,9 +597,11 @@ class AnswerLoop(Released):
         """Make the sampler of one answer; it may refuse ``sampling``."""
         return Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
 
-    def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
-        """Return the text of an answer that begins with ``tokens``, perhaps ``in_thought``."""
-        text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls)
+    def text_of(
+        self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False, continues: bool = False
+    ) -> AnswerText:
+        """Return the text of an answer that begins with ``tokens``, perhaps ``in_thought``; see ``Prompt.continues``."""
+        text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls, continues)
         for token in tokens:
             text.add(token)
         return text

@@ -31,14 +31,16 @@ class Detokenizer:
 
     The joined pieces equal ``tokenizer.decode(ids, skip_special_tokens=True)``, whatever bytes the ids stand for.
     One-byte tokens are held until a longer one comes, because one wrong byte makes its neighbors unreadable. Each step
-    decodes the ids of the last piece and those since.
+    decodes the ids of the last piece and those since. If the sequence ``continues`` a text, the space before its first
+    word is kept, which some tokenizers drop at the beginning of a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, continues: bool = False) -> None:
         self._tokenizer = tokenizer
         self._token = tokenizer.backend_tokenizer.id_to_token if tokenizer.is_fast else tokenizer.convert_ids_to_tokens
-        self._context: list[int] = []  # ids of the last piece, decoded before the next one
-        self._before = ""  # their text
+        # ids of the last piece, decoded before the next one, and their text
+        self._context: list[int] = tokenizer.encode("a", add_special_tokens=False) if continues else []
+        self._before = self._decode(self._context) if continues else ""
         self._held: list[int] = []  # ids whose text has not been returned yet
 
     def step(self, token: int) -> str:
@@ -108,7 +110,8 @@ class AnswerText:
 
     Stop strings may contain control tokens, which are not part of the text and are matched by id. Control tokens that
     begin or end a thought, or are ``kept``, are part of the text. In an answer of several parts the first thought is
-    put between tags. An answer that starts ``in_thought`` continues the thought, without its begin tag.
+    put between tags. An answer that starts ``in_thought`` continues the thought, without its begin tag; ``continues`` is
+    as in ``Detokenizer``.
     """
 
     def __init__(
@@ -117,8 +120,9 @@ class AnswerText:
         stop: Sequence[str],
         in_thought: bool = False,
         kept: Collection[str] = (),
+        continues: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer, self.continues = Detokenizer(tokenizer, continues), continues
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content) or content in kept}
         self._parts = {i: content for i, content in special.items() if content in thoughts.PARTS}

@@ -58,12 +58,14 @@ _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 class Prompt(NamedTuple):
     """All ids of a conversation: the first ``reused`` are stored, and at least one is not.
 
-    ``text`` is the rendered text, for ``Stored.mark_text`` once the ids are stored.
+    ``text`` is the rendered text, for ``Stored.mark_text`` once the ids are stored. ``continues``: the answer goes on
+    where it ends, in the middle of a text.
     """
 
     ids: list[int]
     reused: int
     text: str
+    continues: bool = False
 
 
 class Anchor(NamedTuple):
@@ -143,7 +145,8 @@ class PromptEncoder:
         if not ids:
             why = "" if is_text(turns) else "The model's chat template renders nothing of this conversation."
             raise UsageError("The prompt is empty.", why, "Rephrase it.")
-        return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
+        continues = turns[-1].role in (TEXT, "assistant")
+        return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text, continues)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """Return the ids of a rendered text, taken from ``stored`` up to the last matching mark."""

@@ -26,6 +26,7 @@ def as_kind(whole: PreTrainedTokenizerBase, is_fast: bool) -> SimpleNamespace:
         decode=whole.decode,
         backend_tokenizer=whole.backend_tokenizer,
         convert_ids_to_tokens=whole.convert_ids_to_tokens,
+        encode=whole.encode,
     )
 
 
@@ -33,8 +34,8 @@ def slow() -> SimpleNamespace:
     return as_kind(fast(), is_fast=False)
 
 
-def pieces(tokenizer: object, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def pieces(tokenizer: object, ids: list[int], continues: bool = False) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, continues)
     return [*map(detokenizer.step, ids), detokenizer.flush()]
 
 
@@ -70,10 +71,11 @@ def test_character_appears_with_its_last_byte():
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_spaces_between_words_survive_a_decoder_that_strips_the_first(is_fast):
-    backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
+    backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "a": 3}))
     backend.decoder = decoders.Metaspace()
     tokenizer = as_kind(PreTrainedTokenizerFast(tokenizer_object=backend), is_fast)
     assert pieces(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]
+    assert pieces(tokenizer, [0, 1, 2], continues=True) == [" one", " two", " three", ""]
 
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
