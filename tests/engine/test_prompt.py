@@ -305,10 +305,12 @@ def test_continued_text_gets_no_word_start_mark(prepends):
     prompt = encoder.encode([user("a</s>b")], stored)
     mark = ["▁"] * prepends
     assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", *mark, *"a</s>b", "</s>"]
+    assert not prompt.continues
     stored.extend(prompt.ids)
     stored.mark_text(prompt.text)
     prompt = encoder.encode([user("a</s>b"), assistant("cd")], stored)
     assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == [*mark, "c", "d"]
+    assert prompt.continues
     stored.extend(prompt.ids[prompt.reused :])
     stored.mark_text(prompt.text)
     prompt = encoder.encode([user("a</s>b"), assistant("cdab")], stored)
