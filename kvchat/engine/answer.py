@@ -600,7 +600,7 @@ class AnswerLoop(Released):
     def text_of(
         self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False, continues: bool = False
     ) -> AnswerText:
-        """Return the text of an answer that begins with ``tokens``, perhaps ``in_thought``; ``continues`` is the prompt's."""
+        """Return the text of an answer that begins with ``tokens``, perhaps ``in_thought``, or ``continues`` one."""
         text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls, continues)
         for token in tokens:
             text.add(token)

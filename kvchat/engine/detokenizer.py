@@ -110,8 +110,8 @@ class AnswerText:
 
     Stop strings may contain control tokens, which are not part of the text and are matched by id. Control tokens that
     begin or end a thought, or are ``kept``, are part of the text. In an answer of several parts the first thought is
-    put between tags. An answer that starts ``in_thought`` continues the thought, without its begin tag. ``continues`` is
-    the detokenizer's.
+    put between tags. An answer that starts ``in_thought`` continues the thought, without its begin tag; one that
+    ``continues`` another text keeps the space before its first word.
     """
 
     def __init__(
