@@ -398,8 +398,8 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: st
     processors = checkpoint.folder / "chat_template.json"  # in older multimodal repositories
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
-    if isinstance(named := tokenizer.chat_template, dict):  # as in a GGUF file, the first if none is the default
-        named.setdefault("default", next(iter(named.values())))
+    if (named := tokenizer.chat_template) and isinstance(named, dict):
+        named.setdefault("default", next(iter(named.values())))  # as for a GGUF file
     tokenizer.chat_template = template or tokenizer.chat_template
     return guarded(tokenizer), ()
 

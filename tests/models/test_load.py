@@ -169,6 +169,8 @@ def test_the_first_of_several_templates_is_used_if_none_is_the_default(folder):
     edit_json(folder / "tokenizer_config.json", chat_template=named)
     tokenizer = load_model(Load(str(folder), "cpu"), silent).tokenizer
     assert PromptEncoder(tokenizer).render([Turn("user", "Hello")]) == "Hello rag"
+    edit_json(folder / "tokenizer_config.json", chat_template=[])
+    assert not load_model(Load(str(folder), "cpu"), silent).tokenizer.chat_template
 
 
 def test_the_revision_changes_with_the_files(folder):
