@@ -162,6 +162,7 @@ class Message(Body):
     annotations: Annotated[Any, only([], reason="kvchat's models do not see them")] = None
     parsed: Any = None
     cache_control: Any = None  # a mark for Anthropic's cache
+    provider_specific_fields: Any = None  # LiteLLM adds what another server said besides
     name: str | None = None
 
     @model_validator(mode="before")
@@ -283,6 +284,7 @@ class AnswerRequest(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
     @model_validator(mode="before")
     @classmethod

@@ -405,13 +405,14 @@ def test_neutral_fields_are_accepted(bundled):
         "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
         "stream": False, "seed": 1, "store": False, "top_p": 1, "min_p": 0, "top_k": 0, "max_tokens": 4,
         "mirostat": None, "response_format": {"type": "text", "grammar": None}, "model": "", "reasoning_effort": "none",
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": False, "prompt_cache_retention": "24h",
     }  # fmt: skip
     assert bundled.chat(QUESTION, **neutral).status == 200
     assert bundled.chat(QUESTION, stop=["", ""], seed=-1, top_k=-1, max_tokens=4).status == 200
     body = json.dumps({"messages": messages(QUESTION), "max_tokens": 4}).encode()
     assert bundled.ask("/v1/chat/completions", b"\xef\xbb\xbf" + body, Content_Type="Application/JSON").status == 200
     reply = {"role": "assistant", "content": "Paris.", **dict.fromkeys(("refusal", "tool_calls", "audio", "images"))}
+    reply["provider_specific_fields"] = {"refusal": None}
     body = {"messages": [*messages(QUESTION), reply, *messages("Sure?")], "max_tokens": 4}
     assert bundled.ask("/v1/chat/completions", body).status == 200
 
