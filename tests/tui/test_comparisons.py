@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from kvchat.config import modes
 from kvchat.config.modes import mode_names
+from kvchat.conversations.comparison import Comparison
 from kvchat.errors import UsageError
 from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Run, Snapshot, Stats
@@ -40,7 +41,14 @@ from kvchat.tui.comparisons import (
     parse_variants,
     verdict,
 )
-from kvchat.tui.screens.compare import MARK, CompareScreen, NeedleScreen, answer_text, needle_table
+from kvchat.tui.screens.compare import (
+    MARK,
+    CompareScreen,
+    NeedleScreen,
+    answer_text,
+    figures_table,
+    needle_table,
+)
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase, RunningComparison
 
@@ -218,7 +226,7 @@ async def test_f8_shows_both_answers_and_w_saves_them(running, size, tmp_path, m
         assert shown(app, "#question") == "[a.txt · 6 B]\nWhat is in a.txt?"
         expected = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
         await until(lambda: shown(app, "#answers Static") == expected)
-        one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
+        one, other = app.screen.query("#answers VerticalScroll").results(VerticalScroll)
         await until(lambda: min(one.region.height, other.region.height) > 3)
         adjacent = size[0] >= 100  # if there is room
         await until(lambda: (one.region.y == other.region.y, one.region.x != other.region.x) == (adjacent, adjacent))
@@ -227,6 +235,35 @@ async def test_f8_shows_both_answers_and_w_saves_them(running, size, tmp_path, m
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         assert app.controller.state.phase is Phase.READY
+
+
+@pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 40)])
+async def test_keys_reach_all_answers_and_the_verdict(running, size):
+    async with running(size=size) as (app, _pilot, until):
+        await ask(app, "What is said?")
+        submit(app, "/compare full freeze streaming sync speculative")
+        await until(lambda: is_open(app, CompareScreen) and app.screen.shown.is_over)
+        for column in app.screen.query("#answers VerticalScroll").results(VerticalScroll):
+            press(app, "tab")
+            await until(lambda column=column: column.has_focus and "All said" in text_of(app, column))
+        press(app, "tab", "end")
+        await until(lambda: shown(app, "#verdict").split()[-1] in text_of(app, app.screen.query_one("#verdict")))
+
+
+@pytest.mark.parametrize("size", [(40, 12), (80, 24)])
+async def test_keys_reach_the_verdict_of_a_needle(running, size):
+    async with running(size=size) as (app, _pilot, until):
+        submit(app, "/needle 512")
+        await until(lambda: is_open(app, NeedleScreen) and app.screen.shown.is_over)
+        press(app, "end")
+        await until(lambda: shown(app, "#verdict").split()[-1] in text_of(app, app.screen.query_one("#verdict")))
+
+
+def text_of(app, widget) -> str:
+    """The text of the part of ``widget`` that is on the screen."""
+    region = app.screen.find_widget(widget).visible_region
+    lines = drawn(app).split("\n")[region.y : region.bottom]
+    return "\n".join(line[region.x : region.right] for line in lines)
 
 
 async def test_progress_during_composition_is_drawn(running):
@@ -312,6 +349,19 @@ def test_long_answers_do_not_squeeze_the_figures(room):
     assert table.count("✓ found") == 5
     assert table.count("25 %") == 5
     assert table.count("41.5") == (5 if room >= 74 else 0)
+
+
+@pytest.mark.parametrize("room", [34, 54, 74])
+def test_a_narrow_comparison_cuts_the_label_and_no_figure(room):
+    variants = tuple(Variant(mode, {"budget": 128}) for mode in modes.mode_names())
+    stats = Stats(read_share=1.0, recalled_bytes=2**20, decode_tokens_per_s=41.5)
+    runs = tuple(Run(one.mode, one.params, ("It",), "eos", stats) for one in variants)
+    console = Console(width=room, file=io.StringIO())
+    console.print(figures_table(Comparison("What?", "m", Sampling(), 2000, variants, runs), room))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 1 + len(variants)
+    assert all(line.split("41.5")[1].split("1.0 MiB")[0].strip() == "100 %" for line in lines[1:])
+    assert lines[0].count("…") == 0
 
 
 def test_a_miss_in_full_mode_is_explained():

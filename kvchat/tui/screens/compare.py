@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -28,25 +28,27 @@ from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
 
 MARK = "▶"  # before the first token that the answers do not share
+MIN_ROWS = 4  # of an answer, with its frame
 WIDTH, FRAME = 92, 6  # cells of the box, and of its frame
 GAP, ANSWER, FOUND_IN = 2, 1, 2  # cells between columns; the columns of the answer and of whether it has the fact
-MIN_ANSWER, MIN_COLUMNS = 8, 4  # cells of an answer; number of columns at which it is left out rather than another
+MIN_FLEXIBLE, MIN_COLUMNS = 8, 4  # cells of the flexible column; number of columns at which it, no other, is left out
 
 
 class CompareScreen(Dialog):
-    """Shows the comparison ``shown``, also while it is running."""
+    """Shows the comparison ``shown``, also while it is running; all of it scrolls if it does not fit."""
 
     CSS = """
+    CompareScreen #all { height: 1fr; scrollbar-size-vertical: 1; }
     CompareScreen #question { height: auto; max-height: 2; color: $text-muted; }
     CompareScreen #answers { layout: vertical; height: 1fr; }
     CompareScreen.-wide #answers { layout: horizontal; }
     CompareScreen #answers VerticalScroll {
-        border: round $foreground 30%; padding: 0 1; height: 1fr; min-height: 4; width: 1fr;
+        border: round $foreground 30%; padding: 0 1; height: 1fr; width: 1fr;
         border-title-color: $primary; scrollbar-size-vertical: 1;
     }
     CompareScreen #answers VerticalScroll:focus { border: round $primary; }
     CompareScreen #figures { height: auto; }
-    CompareScreen #verdict { height: auto; max-height: 6; }
+    CompareScreen #verdict { height: auto; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012  (Textual declares it)
     BINDINGS: ClassVar[list[BindingType]] = bindings("compare")
@@ -60,18 +62,23 @@ class CompareScreen(Dialog):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "compare"
-            yield Static(id="question", markup=False)
-            with Container(id="answers"):
-                for variant in self.shown.variants:
-                    with VerticalScroll() as column:
-                        column.border_title = visible(label(variant))
-                        yield Static(markup=False)
-            yield Static(id="figures")
-            yield Static(id="verdict", markup=False)
+            with VerticalScroll(id="all"):
+                yield Static(id="question", markup=False)
+                with Container(id="answers") as answers:
+                    answers.styles.min_height = MIN_ROWS * len(self.shown.variants)  # they may be below each other
+                    for variant in self.shown.variants:
+                        with VerticalScroll() as column:
+                            column.border_title = visible(label(variant))
+                            yield Static(markup=False)
+                yield Static(id="figures")
+                yield Static(id="verdict", markup=False)
             yield KeyHints()
 
     def on_mount(self) -> None:
         self._is_composed = True
+        self.show()
+
+    def on_resize(self) -> None:
         self.show()
 
     def show(self) -> None:
@@ -95,7 +102,7 @@ class CompareScreen(Dialog):
         if shown.result is None:
             verdict.update(visible(shown.error or shown.stage))
             return
-        self.query_one("#figures", Static).update(figures_table(shown.result))
+        self.query_one("#figures", Static).update(figures_table(shown.result, self.app.size.width - FRAME))
         verdict.update(visible("\n".join(comparison.verdicts(shown.result))))
         self.query_one(Vertical).border_subtitle = f"seed {shown.sampling.seed}"
 
@@ -132,23 +139,19 @@ def answer_text(run: Run, shared: int | None) -> Content:
     return Content.assemble((same, "dim"), (f"{MARK}{other}", "bold reverse $warning"), rest)
 
 
-def figures_table(result: Comparison) -> Table:
-    rows = comparison.rows(result)
-    table = Table.grid(padding=(0, 0, 0, 2))
-    table.add_column(no_wrap=True, overflow="ellipsis", min_width=8)
-    for column in list(zip(COLUMNS, *rows, strict=True))[1:]:
-        table.add_column(no_wrap=True, justify="right", min_width=max(map(len, column)))
-    table.add_row(*(Text(heading, style="dim") for heading in COLUMNS))
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
+def figures_table(result: Comparison, room: int) -> Table:
+    """Return a row for each variant in ``room`` cells."""
+    rows = [COLUMNS, *comparison.rows(result)]
+    return fitted([[Text(visible(cell)) for cell in row] for row in rows], room, flexible=0)
 
 
 class NeedleScreen(CompareScreen):
     """Shows a needle comparison as a table that fills as the modes answer."""
 
     CSS = """
-    NeedleScreen > Vertical { width: 92; height: auto; }
+    NeedleScreen > Vertical { width: 92; height: auto; max-height: 100%; }
+    NeedleScreen #all { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
+    NeedleScreen KeyHints { dock: bottom; }
     NeedleScreen Static { height: auto; margin: 0 0 1 0; }
     NeedleScreen #question { max-height: 5; }
     """
@@ -156,13 +159,11 @@ class NeedleScreen(CompareScreen):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "needle"
-            yield Static(id="question", markup=False)
-            yield Static(id="figures")
-            yield Static(id="verdict", markup=False)
+            with VerticalScroll(id="all"):
+                yield Static(id="question", markup=False)
+                yield Static(id="figures")
+                yield Static(id="verdict", markup=False)
             yield KeyHints()
-
-    def on_resize(self) -> None:
-        self.show()
 
     def draw(self, shown: RunningComparison) -> None:
         fact: Content | str = "Hiding a fact in a long text."
@@ -190,27 +191,33 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 
 
 def needle_table(shown: RunningComparison, good: str, bad: str, room: int) -> Table:
-    """Return a row for each mode in ``room`` cells; ``good`` and ``bad`` are colors.
+    """Return a row for each mode in ``room`` cells; ``good`` and ``bad`` are colors."""
+    colors = {FOUND: good, MISSED: bad}
+    rows = [[Text(cell) for cell in row] for row in (HEADINGS, *needle_rows(shown))]
+    for row in rows:
+        row[FOUND_IN].style = colors.get(row[FOUND_IN].plain, "")
+    return fitted(rows, room, flexible=ANSWER, words=FOUND_IN + 1)
 
-    The other columns keep their width and the answer gets the rest. If that is too little, first the last columns are
-    left out, then the answer.
+
+def fitted(rows: Sequence[Sequence[Text]], room: int, flexible: int, words: int = 1) -> Table:
+    """Return headings and rows as a table in ``room`` cells; the columns after the first ``words`` are numbers.
+
+    The ``flexible`` column gets what the others leave. If that is too little, first the last columns are left out,
+    then the flexible one.
     """
-    rows = [HEADINGS, *needle_rows(shown)]
-    widths = [max(cell_len(row[at]) for row in rows) for at in range(len(HEADINGS))]
-    columns = list(range(len(HEADINGS)))
-    while (rest := room - sum(widths[at] + GAP for at in columns if at != ANSWER)) < MIN_ANSWER and len(
+    widths = [max(row[at].cell_len for row in rows) for at in range(len(rows[0]))]
+    columns = list(range(len(widths)))
+    while (rest := room - sum(widths[at] + GAP for at in columns if at != flexible)) < MIN_FLEXIBLE and len(
         columns
     ) > MIN_COLUMNS:
         columns.pop()
-    widths[ANSWER] = min(widths[ANSWER], rest)
-    if rest < MIN_ANSWER:
-        columns.remove(ANSWER)
+    widths[flexible] = min(widths[flexible], rest)
+    if rest < MIN_FLEXIBLE:
+        columns.remove(flexible)
     table = Table.grid(padding=(0, GAP, 0, 0))
     for at in columns:
-        justify: Literal["left", "right"] = "right" if at > FOUND_IN else "left"
+        justify: Literal["left", "right"] = "left" if at < words else "right"
         table.add_column(width=widths[at], no_wrap=True, justify=justify, overflow="ellipsis")
     for number, row in enumerate(rows):
-        color = {FOUND: good, MISSED: bad}.get(row[FOUND_IN], "")
-        cells = (Text(row[at], style=color if at == FOUND_IN else "") for at in columns)
-        table.add_row(*cells, style="" if number else "dim")
+        table.add_row(*(row[at] for at in columns), style="" if number else "dim")
     return table
