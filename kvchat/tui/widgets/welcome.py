@@ -124,7 +124,7 @@ class ConversationColumn(OptionList, can_focus=False):
     """
 
     def __init__(self) -> None:
-        super().__init__(NONE_SAVED)
+        super().__init__()  # empty until it is known what is saved
         self.border_title = " conversations "
         self._titles: dict[str, str] = {}
         self._current = ""
@@ -133,7 +133,7 @@ class ConversationColumn(OptionList, can_focus=False):
         """List saved conversations; ``current`` is the id of the one on the screen, which may not be saved yet."""
         titles = {summary.id: visible(summary.title or "(no title)") for summary in saved}
         self._current = current
-        if list(titles.items()) != list(self._titles.items()):
+        if not self.option_count or list(titles.items()) != list(self._titles.items()):
             self._titles = titles
             self.set_options([Option(Content(title), id) for id, title in titles.items()] or [NONE_SAVED])
         self._mark()

@@ -56,3 +56,13 @@ async def test_the_mark_follows_the_current_conversation(column):
     assert column.highlighted is None
     column.show([], "3")
     assert lines(column) == ["none saved yet"]
+
+
+async def test_nothing_is_said_to_be_saved_or_not_before_the_list_is_known():
+    app = ColumnApp()
+    async with app.run_test(size=(60, 10)) as pilot:
+        column = app.query_one(ConversationColumn)
+        assert lines(column) == []
+        column.show([], "1")
+        await pilot.pause()
+        assert lines(column) == ["none saved yet"]
