@@ -443,16 +443,21 @@ class Inbox:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
             return self._commands.popleft() if self._commands and not self.closed else None
 
-    def get_in_answer(self) -> Command | Refused | None:
-        """Return the next command if it can be executed between two tokens; a Load or Chat blocks all after it."""
+    def get_in_answer(self) -> InAnswer | None:
+        """Return the next command that can be executed between two tokens; it passes others, except stoppable work."""
         with self._changed:
-            return self._commands.popleft() if self._commands and isinstance(self._commands[0], InAnswer) else None
+            found = next((command for command in self._before_next_work() if isinstance(command, InAnswer)), None)
+            if found is not None:
+                self._commands.remove(found)
+            return found
 
     def stops(self) -> bool:
         """True if a queued ``Stop`` is meant for the work just started: no other stoppable work precedes it."""
         with self._changed:
-            ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), self._commands)
-            return any(isinstance(command, Stop) for command in ahead)
+            return any(isinstance(command, Stop) for command in self._before_next_work())
+
+    def _before_next_work(self) -> Iterator[Command | Refused]:
+        return itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), self._commands)
 
 
 class Outbox:

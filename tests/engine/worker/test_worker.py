@@ -174,11 +174,11 @@ def test_late_stop_stops_nothing(child):
     assert child.until(Finished)[-1].reason == "eos"
 
 
-def test_switch_and_peek_are_done_between_two_tokens(session, child):
+def test_switch_and_peek_are_done_between_two_tokens_whatever_waits_before_them(session, child):
     def send_at_two(_session, n):
         if n == 2:
-            child.send(Switch("streaming", {"budget": 256}), Peek(3, 5))
-            wait_until(lambda: len(child.server._inbox._commands) >= 2)
+            child.send(Resume("a", CHAT.turns), Forget("a"), Switch("streaming", {"budget": 256}), Peek(3, 5))
+            wait_until(lambda: len(child.server._inbox._commands) >= 4)
 
     session.on_token = send_at_two
     child.send(CHAT)
@@ -188,6 +188,7 @@ def test_switch_and_peek_are_done_between_two_tokens(session, child):
     assert events[switched + 1] == Peeked(3, 5, "[3:5]")
     assert "".join(e.text for e in events[:switched] if isinstance(e, Text)) == "The quick brown"
     assert events[-1].reason == "eos"
+    child.until(Resumed)
 
 
 def test_refused_switch_names_the_current_mode(session, child):
