@@ -248,6 +248,8 @@ class AnswerLoop(Released):
                 yield Finished("stopped", "", self.metrics.stats(answer))
                 return
             self.stored.mark_text(prompt.text)
+            if self._kv.mode.needs_calibration:
+                yield Preparing(self._kv.mode.name)
             self._switcher.calibrate()
             if self._switcher.has_spilled:
                 yield from self._follow_auto(end)

@@ -222,9 +222,10 @@ class Session(Released):
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        On a GPU, ``Preparing`` precedes the first steps of a mode. ``Switched`` or ``Noted`` report what auto changed,
-        before ``Started`` and between two tokens. ``between`` is called between two tokens, or two rounds of drafts,
-        with the number of tokens generated so far; it may ``switch`` and ``cancel``. Only new tokens are prefilled.
+        ``Preparing`` precedes what a mode measures, and on a GPU its first steps. ``Switched`` or ``Noted`` report what
+        auto changed, before ``Started`` and between two tokens. ``between`` is called between two tokens, or two rounds
+        of drafts, with the number of tokens generated so far; it may ``switch`` and ``cancel``. Only new tokens are
+        prefilled.
 
         If ``conversation`` is not the current one, the events of ``resume`` come first. Its K/V are saved afterwards.
         None means the stored conversation that ``turns`` continue, or a new one. A ``variant`` and ``template_args``

@@ -336,7 +336,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Preparing:
-    """The first steps in ``mode`` on a GPU take long: kernels are compiled and a CUDA graph is captured."""
+    """``mode`` is prepared, which takes long: the model is measured for it, or, on a GPU, its graph is captured."""
 
     mode: str
 

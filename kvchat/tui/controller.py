@@ -234,6 +234,7 @@ class ChatController:
         for one, given in modes.by_mode(target, asked).items():
             modes.remember(self.state.pending, one, given)
         self.client.send(Switch(mode, asked))
+        self.view.show_state(self.state)
 
     def switch_by(self, step: int) -> None:
         """Switch ``step`` modes onward from the last requested one."""

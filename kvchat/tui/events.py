@@ -74,7 +74,7 @@ class EngineEvents:
                 self._prefilled(report)
             case messages.Preparing(mode):
                 self.answers.wait(f"preparing the {mode} mode …")
-                self.view.log_event(f"preparing the {mode} mode: compiling kernels, capturing its graph")
+                self.view.log_event(f"preparing the {mode} mode")
             case messages.Recovered(level, signal, value, at):
                 self.view.log_event(f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}")
             case messages.Withdrawn(chars):

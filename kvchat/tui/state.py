@@ -174,6 +174,11 @@ class ChatState:
         return described(self.info) if self.info else ""
 
     @property
+    def coming_mode(self) -> str:
+        """The mode that was requested and is not entered yet; "" if it is, or was refused."""
+        return self.wanted if self.pending and self.wanted != self.asked else ""
+
+    @property
     def is_served(self) -> bool:
         """True if the model in use runs on a server, which decides how K/V are kept and read."""
         return self.info is not None and bool(self.info.server)

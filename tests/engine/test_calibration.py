@@ -23,7 +23,7 @@ from kvchat.kv import inspect
 from kvchat.kv.attention import AttentionSpec
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Prefilled, Preparing, Sampling, Text, Turn
 
 SPEC = AttentionSpec(1.0)
 HEAD = '"revision": "r", "measured_on": "", "clusters": '
@@ -172,7 +172,9 @@ def test_uncalibrated_model_is_measured_on_its_first_long_prompt(bundled, monkey
     assert "long prompt" in session.snapshot().extras["representative heads"]
     assert bool(session.attended(0).all())
     text = " ".join(sentence for _, sentence in zip(range(60), sentences(5), strict=False))
-    list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
+    events = list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
+    kinds = [type(event) for event in events]
+    assert max(i for i, kind in enumerate(kinds) if kind is Prefilled) < kinds.index(Preparing) < kinds.index(Text)
     extras = session.snapshot().extras
     assert not any("kvchat calibrate" in note for note in session.info.notes)
     assert extras["measured on"].startswith("this prompt")

@@ -308,6 +308,18 @@ async def test_the_target_speed_is_sent_only_in_auto(chat):
     assert chat.client.sent[-1] == Switch("auto", {"tokens_per_s": 7})
 
 
+async def test_the_bar_names_the_mode_that_is_being_entered(chat):
+    await chat.load()
+    chat.controller.switch("sync")
+    assert chat.controller.state.coming_mode == "sync"
+    await chat.controller.handle(Switched("full", "sync", {}, 10, 0, 0.0))
+    chat.controller.switch("", {"budget": 640})
+    assert chat.controller.state.coming_mode == ""
+    chat.controller.switch("freeze")
+    await chat.controller.handle(SwitchRefused("sync", "too small"))
+    assert chat.controller.state.coming_mode == ""
+
+
 async def test_a_refused_switch_keeps_the_mode_and_is_skipped(chat):
     await chat.load()
     chat.controller.switch_by(1)

@@ -352,6 +352,7 @@ class ChatScreen(Screen[None]):
         bar.info, bar.phase, bar.download = state.info, state.phase, state.download
         self.query_one(StatusBar).stage = state.stage
         bar.mode, bar.params = f"auto: {state.mode}" if state.auto else state.mode, state.params
+        bar.coming = state.coming_mode
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
         if self.has_class("served") != state.is_served:
             self.set_class(state.is_served, "served")

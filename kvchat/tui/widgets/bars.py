@@ -50,7 +50,7 @@ def spread(left: Content, right: Content, width: int) -> Content:
 
 
 class ModeBar(Widget):
-    """Model with its weights' type and device, mode, budget and phase of the engine; whether this is a recording."""
+    """Model with its weights' type and device, mode (and the ``coming`` one), budget, phase; a recording is marked."""
 
     DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
 
@@ -58,6 +58,7 @@ class ModeBar(Widget):
     download: reactive[str] = reactive("")
     info: reactive[Loaded | None] = reactive(None)
     mode: reactive[str] = reactive("")
+    coming: reactive[str] = reactive("")
     is_recording: reactive[bool] = reactive(False)
     params: reactive[Params] = reactive(dict)
 
@@ -71,10 +72,12 @@ class ModeBar(Widget):
         left = Content.assemble((" kvchat  ", "bold $primary"), mark, (model, "$foreground"))
         mode = (f" {self.mode.upper()} ", "bold reverse $foreground") if self.mode else ""
         budget = f"{'  budget' if wide else ''} {limit}" if (limit := self.params.get("budget")) else ""
+        coming = f"  → {self.coming.upper()}" if wide and self.coming else ""
         far = f" {self.download.removeprefix('Downloading ')}" if wide else ""
         download = (f"  ↓{far}", "$accent") if self.download else ""
         dot, style, word = DOTS[self.phase]
-        state = Content.assemble(mode, budget, download, "  ", (dot, f"bold {style}"), f" {word} " if wide else " ")
+        phase = f" {word} " if wide else " "
+        state = Content.assemble(mode, budget, coming, download, "  ", (dot, f"bold {style}"), phase)
         return spread(left, state, self.size.width)
 
 
