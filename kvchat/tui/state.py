@@ -34,7 +34,13 @@ from kvchat.units import MISSING, count, figure, percent, size
 
 Footed = tuple[Message, str]
 PINNED = "◆ pinned"
-ENDINGS = {"stopped": "stopped", "length": "token limit, /continue", "context": "context full", "stop": "stop string"}
+ENDINGS = {
+    "stopped": "stopped",
+    "length": "token limit, /continue",
+    "context": "context full",
+    "stop": "stop string",
+    CUT_OFF: CUT_OFF,
+}
 REUSED = "not read again"
 CORRECTED = "share of heads' choices replaced before attention because the query had turned"
 RECEIPT = {
@@ -252,7 +258,7 @@ class ChatState:
         """Return the line under a message: an answer's receipt, its number among its siblings, whether it is pinned."""
         siblings = self.conversation.siblings(message.id)
         place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
-        cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
+        cut = ENDINGS.get(message.ending or CUT_OFF, "") if message.role == "assistant" else ""
         return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 
     def footed(self) -> list[Footed]:

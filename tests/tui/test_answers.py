@@ -196,7 +196,7 @@ async def test_a_switch_during_saving_belongs_to_the_answer(asked, monkeypatch):
     assert asked.controller.state.conversation.leaf.switch_lines == (ModeChange(0, "full → sync", 12, "sync"),)
 
 
-async def test_leaving_an_answer_keeps_its_switch(asked):
+async def test_an_answer_that_was_left_keeps_its_switch_and_is_marked_as_stopped(asked):
     left = asked.controller.state.conversation
     await asked.controller.handle(Text("one", 1))
     await switch(asked, "full", "sync", 12)
@@ -204,6 +204,8 @@ async def test_leaving_an_answer_keeps_its_switch(asked):
     assert (left.leaf.text, left.leaf.ending) == ("one", "stopped")
     assert left.leaf.switch_lines == (ModeChange(3, "full → sync", 12, "sync"),)
     assert asked.controller.answers.switch_positions == ()
+    await asked.controller.take(left)
+    assert asked.controller.state.footer(left.leaf) == "stopped"
 
 
 @pytest.mark.parametrize("when", ["saved", "mounted"])
