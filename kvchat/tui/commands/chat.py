@@ -292,7 +292,7 @@ async def pin(chat: ChatController, argument: str) -> None:
             chat.view.toast("Unpinned.")
         else:
             chat.pins.pin(message)
-            chat.view.toast("Pinned: every mode reads it from now on, in addition to its budget.")
+            chat.view.toast("Pinned: every mode reads it from the next answer on, in addition to its budget.")
 
 
 def _pin_system(chat: ChatController) -> None:
