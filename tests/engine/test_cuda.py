@@ -44,10 +44,12 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
     return token_ids(max(2, steps // 100) if INTERPRETED else steps, seed=seed)
 
 
-@cache
+loaded = cache(load_tiny)  # for tests that do not change the model
+
+
 def llama(dtype: torch.dtype) -> LoadedModel:
     """Return the model to decode with; in Triton's interpreter one layer that may read everything and one after it."""
-    return load_tiny("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
+    return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
 
 
 def eager(runner: ModelRunner) -> ModelRunner:
@@ -145,7 +147,7 @@ def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
     """With graphs, as pages leave the ring, after truncation and after a switch; in layers without a window."""
     monkeypatch.setattr(full, "STAGED_SHARE", share)
     monkeypatch.setattr(transfer, "copy_segments", delayed(transfer.copy_segments, random.Random(0)))
-    model = load_tiny(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
     whole, one, other = (ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident", "full-resident"))
     everyone = whole, one, eager(other)
     reading_all = [layer for layer, spec in enumerate(one.kv.state.specs) if spec.window is None]
@@ -180,7 +182,7 @@ def test_staged_pages_change_nothing(name, layers, share, monkeypatch):
 def test_attention_on_the_cpu_is_joined_with_the_rest(name, layers, share, monkeypatch):
     """With pages staged or not, as they leave the ring, after truncation and after a switch."""
     monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
-    model = load_tiny(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
     near = 16 * torch.finfo(torch.bfloat16).eps
     whole, one = ModelRunner(model, mode_of(model, "full")), ModelRunner(model, mode_of(model, "full"))
     shared = {"resident": 64, "cpu": share}

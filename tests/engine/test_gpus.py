@@ -131,7 +131,7 @@ def test_sinks_and_several_rotary_embeddings_work_on_two_gpus(name, layers):
 
 
 def test_no_token_is_lost_if_memory_runs_out_on_the_second_gpu(monkeypatch):
-    one, two = (runner_of(model, "streaming", budget=64) for model in (load_tiny("llama", "cuda:0"), halves()))
+    one, two = (runner_of(model, "streaming", budget=64) for model in whole_and_halves())
     for each in (one, two):
         prefill_logits(each, token_ids(100))
     with monkeypatch.context() as patch:
@@ -145,6 +145,7 @@ def test_no_token_is_lost_if_memory_runs_out_on_the_second_gpu(monkeypatch):
     check_integrity(two.kv.state)
 
 
+@cache
 def speaking(places: tuple[torch.device, ...] = ()) -> LoadedModel:
     end = byte_tokenizer.SIZE - 1
     model = load_tiny("llama", "cuda:0", places=places, vocab_size=end + 1, num_hidden_layers=2)
