@@ -12,6 +12,7 @@ from safetensors import safe_open
 from support import tiny_models, tiny_multimodal
 from support.grids import WHOLE
 from support.message import lacks
+from support.model_folders import edit_json
 from support.progress import silent
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -201,6 +202,15 @@ def test_missing_tensors_are_reported_first():
         check_tensors(
             tiny_models.model("llama"), Path("x"), {"missing_keys": {"b", "a"}, "unexpected_keys": {"lm_head.bias"}}
         )
+
+
+def test_a_missing_head_may_be_tied(tmp_path):
+    tiny_multimodal.save(tiny_models.fresh("llama", tie_word_embeddings=True), tmp_path)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
+        load_model(Load(str(tmp_path), "cpu"), silent)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
+    load_model(Load(str(tmp_path), "cpu"), silent)
 
 
 def test_an_unreadable_model_is_named():
