@@ -164,7 +164,8 @@ def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> Non
     )
     if missing := sorted(loading_info["missing_keys"]):
         wrong, hint = "are incomplete", "Download the model again."
-        if set(missing).issubset(model._tied_weights_keys or ()):
+        head = model.get_output_embeddings()
+        if missing == [f"{part}.weight" for part, module in model.named_modules() if module is head]:
             hint = 'If its head shares the weights of the embeddings, set "tie_word_embeddings": true in config.json.'
         detail = f"They lack {count(len(missing), 'tensor')} that the model needs, such as {missing[0]}."
     elif unlike := sorted(loading_info.get("mismatched_keys", ())):
