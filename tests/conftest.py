@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if unexplained:
         raise pytest.UsageError(f"Slow tests need a reason, as in slow('a wheel is built'): {', '.join(unexplained)}")
     items.sort(key=lambda item: "fake_cuda" not in item.path.parts)
+    for item in items:
+        item.runtest = partial(with_room, item.runtest)
+
+
+def with_room(run: Callable[[], None]) -> None:
+    run()
+
+
+# Python maps memory for frames in pieces of 16 KiB, and a loop at the end of one maps and unmaps the next at each call.
+# The frame of ``with_room`` needs a piece of 1 MiB, in which those of a test have room.
+with_room.__code__ = with_room.__code__.replace(co_stacksize=2**16)
 
 
 @pytest.hookimpl(optionalhook=True)
