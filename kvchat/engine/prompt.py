@@ -114,6 +114,7 @@ class PromptEncoder:
         self._escaper = Escaper(tokenizer, self._control)
         self.ignored = self._ignored(variables)
         self.notes = tuple(filter(None, (*notes, *self._changes(), self.ignored)))
+        self._as_given = self._template
         if tools := variables.get(TOOLS):
             self._template = ChatTemplate(tokenizer, {**variables, TOOLS: self._escaped(tools)})
         self.marks_of_calls = self._marks_of_calls() if tools else frozenset[str]()
@@ -131,7 +132,7 @@ class PromptEncoder:
 
     def forced_call(self, names: Collection[str]) -> str:
         """Return the grammar of one call of a tool of these ``names``; see ``ChatTemplate.forced_call``."""
-        return self._template.forced_call(names, self.thought_tags)
+        return self._as_given.forced_call(names, self.thought_tags)
 
     def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
         """Return the prompt of a conversation, reusing stored ids; ``stored`` is not modified.
@@ -434,7 +435,7 @@ class PromptEncoder:
         Some tokenizers mark the start of a word at the beginning of a text even after the token that they add, but not
         after a token that is written: there a space has the same effect.
         """
-        beginning = text[:EXCERPT]
+        beginning = text[:EXCERPT].partition(ESCAPE)[0]
         expected = self._tokenizer(beginning).input_ids
         if expected[:1] != [self._tokenizer.bos_token_id]:
             return text

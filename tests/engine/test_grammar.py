@@ -176,6 +176,20 @@ def test_a_forced_call_is_written_with_the_models_tokens_after_any_thought():
     assert num_taken("<think>I look.") == -1
 
 
+def test_a_forced_call_may_contain_what_is_spelled_like_a_control_token():
+    tokenizer = AutoTokenizer.from_pretrained(paths.bundled_model_dir())
+    tokenizer.chat_template = CALLING
+    end = tokenizer.eos_token
+    parameters = {"properties": {"mark": {"enum": [end, tokenizer.bos_token]}}}
+    tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
+    lark = PromptEncoder(tokenizer, {"tools": tools}).forced_call(["cut"])
+    grammar = Grammar(Vocabulary(tokenizer, len(tokenizer), {tokenizer.eos_token_id}), "", lark)
+    call = f'<tool_call>\n{{"name": "cut", "arguments": {{"mark": "{end}"}}}}\n</tool_call>'
+    for token in tokenizer.encode(call, add_special_tokens=False, split_special_tokens=True):
+        assert grammar.masked(torch.zeros(len(tokenizer)))[token].isfinite()
+        grammar.take(token)
+
+
 def test_models_that_write_calls_otherwise_are_not_forced(session, monkeypatch):
     monkeypatch.setattr(session._model.tokenizer, "chat_template", CALLING + "{# <function= #}")
     with pytest.raises(UsageError):
