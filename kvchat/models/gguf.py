@@ -201,6 +201,8 @@ def _left_out(file: GgufFile, kind: Any) -> dict[str, Any]:
     theirs = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
     keys = LEFT_OUT | (OF_ALSO_READ if file.architecture in ALSO_READ else {})
     said = {name: file.of_architecture(key) for name, key in keys.items() if not hasattr(kind, str(theirs.get(key)))}
+    if file.architecture in ALSO_READ and not said["head_dim"]:  # the class's default belongs to another model
+        said["head_dim"] = said["hidden_size"] // said["num_attention_heads"]
     said |= {name: any(one.name.endswith(end) for one in file.tensors) for name, end in BIASES.items()}
     known = {name for name in said if hasattr(kind, name) or name in kind.attribute_map}
     return {name: value for name, value in said.items() if value and name in known and not isinstance(value, tuple)}
@@ -282,7 +284,7 @@ def read(file: GgufFile) -> Scaling:
     tensors = {one.name: one for one in file.tensors}
     divisors, long, short = (_floats(tensors[name]) if name in tensors else () for name in (DIVISORS, LONG, SHORT))
     original = values.get("scaling.original_context_length", 0)
-    base, sliding_base = (float(values.get(key, 0)) for key in ("freq_base", "freq_base_swa"))
+    base, sliding_base = float(values.get("freq_base", 1e4)), float(values.get("freq_base_swa", 0))
     dimensions = int(values.get("dimension_count", 0))
     attention = float(values.get("scaling.attn_factor", 1))
     divided = divisors, long, short
@@ -303,7 +305,7 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     if "sliding_attention" in every:
         every["sliding_attention"]["rope_theta"] = scaling.sliding_base or every["sliding_attention"]["rope_theta"]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (share := scaling.dimensions / head) not in (0, rope.get("partial_rotary_factor", 1)):
+    if (share := (scaling.dimensions or head) / head) != rope.get("partial_rotary_factor", 1):
         rope["partial_rotary_factor"] = share
     original = scaling.original or config.max_position_embeddings
     if (factor := round(max(scaling.divisors, default=1), 3)) > 1:

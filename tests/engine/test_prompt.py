@@ -288,6 +288,9 @@ def test_text_without_a_template_begins_as_the_tokenizer_begins_it(scheme, text)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     prompt = PromptEncoder(tokenizer).encode([Turn("text", text)], Stored())
     assert [*prompt.ids, 1] == tokenizer(text).input_ids
+    escaped = PromptEncoder(tokenizer).encode([user("</s>")], Stored())
+    beginning = len(tokenizer("User").input_ids) - 1
+    assert escaped.ids[:beginning] == tokenizer("User").input_ids[:beginning]
 
 
 @pytest.mark.parametrize("prepends", [False, True])

@@ -8,8 +8,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from gguf import GGUFWriter
 from support import tiny_models
-from support.gguf_files import gguf_header, text, write_model, write_norms, write_tiny
+from support.gguf_files import VALUES, gguf_header, text, write_model, write_norms, write_tiny
 from support.progress import silent
 from support.real_models import FILES
 
@@ -141,6 +142,18 @@ def test_architectures_that_transformers_reads_from_no_gguf_file(tmp_path, name,
     loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
     assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
     assert llama_cpp_error(tmp_path / "x.gguf", loaded.model) < 0.02  # its K/V have 16 bits
+
+
+def test_missing_numbers_of_heads_and_positions_are_llama_cpps_not_transformers_defaults(tmp_path, monkeypatch):
+    """GLM-4 has heads of 128 there, of which half rotates, and Ernie 4.5 another base."""
+    monkeypatch.setattr(GGUFWriter, "add_rope_dimension_count", lambda *_: None)
+    monkeypatch.setattr(GGUFWriter, "add_rope_freq_base", lambda *_: None)
+    monkeypatch.delitem(VALUES, "head_dim")
+    for name in ("ernie4_5", "glm4"):
+        original = tiny_models.fresh(name, vocab_size=8192, **theta(1e4, partial_rotary_factor=1.0))
+        write_tiny(tmp_path / "x.gguf", original, name)
+        loaded = load_model(Load(str(tmp_path), "cpu", quantize="none", fast=False), silent)
+        assert relative_error(sample_logits(loaded.model), sample_logits(original)) < 1e-5
 
 
 def llama_cpp_error(path, model):
