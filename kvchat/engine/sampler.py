@@ -41,8 +41,9 @@ GREEDY_BELOW = 1e-5  # below this temperature only one token is left in float32
 LEAST_TOP_P = 1e-6  # below this top-p only one token is left; subtracting a much smaller one from 1 gives 1 in float32
 LONGEST = 32.0  # replaces an infinite random time (the others are shorter), so that no token of weight 0 ties with it
 NO_TOKEN = -1  # sampled from logits that are not finite
-# White space allowed between the parts of JSON; without a limit a small model may write it forever.
-WHITE_SPACE = r"[ \n]{0,16}"
+# llguidance's options. A small model may write white space between the parts of JSON forever, if nothing limits it.
+# oneOf, which pydantic writes for unions, is read as anyOf.
+OF_JSON = {"whitespace_pattern": r"[ \n]{0,16}", "coerce_one_of": True}
 
 
 class SamplerState(NamedTuple):
@@ -237,8 +238,7 @@ class Grammar:
         self._bits = torch.arange(32)
         self._taken = 0
         try:
-            overrides = {"whitespace_pattern": WHITE_SPACE}
-            grammar = lark or LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+            grammar = lark or LLMatcher.grammar_from_json_schema(schema, overrides=OF_JSON)
         except ValueError as error:
             raise _refused(str(error)) from None
         self._matcher: Any = LLMatcher(vocabulary.tokens, grammar, log_level=0)

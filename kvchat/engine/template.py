@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Template, meta
 from transformers.utils import chat_template_utils
 
-from kvchat.engine.sampler import WHITE_SPACE
+from kvchat.engine.sampler import OF_JSON
 from kvchat.errors import UsageError, check_known
 from kvchat.files import unmarked
 from kvchat.protocol.messages import RESERVED
@@ -32,7 +32,7 @@ WRITTEN_AS: dict[str, str | dict[str, Any]] = {
     "<tool_call>": "qwen3",
     "<|tool_call>": "gemma4",
     "[ARGS]": {
-        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[^\[\]{\s]+)\s*(?:\[CALL_ID\]\w+)?\[ARGS\]",
         "close_pattern": r"(?<=\})\s*(?=\[TOOL_CALLS\]|\Z)",
         "content": "json",
         "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
@@ -143,10 +143,10 @@ class ChatTemplate:
         tokens = {name: f"<[{id}]>" for name, id in self._tokenizer.get_added_vocab().items()}
         begin, end = (tokens.get(tag, json.dumps(tag)) for tag in (begin, end))
         functions = {tool["function"]["name"]: tool["function"] for tool in self._variables.get(TOOLS) or ()}
-        calls, spaces = [], {"whitespace_pattern": WHITE_SPACE}
+        calls = []
         for name in names:
             check_known(name, functions, "tool")
-            schema = {"type": "object", **(functions[name].get("parameters") or NOTHING), "x-guidance": spaces}
+            schema = {"type": "object", **(functions[name].get("parameters") or NOTHING), "x-guidance": OF_JSON}
             named = head.format(json.dumps(name, ensure_ascii=False))
             calls.append(f"{begin} {json.dumps(named)} %json {json.dumps(schema)} {json.dumps(tail)} {end}")
         tags = [(tag, end_of(tag)) for tag in thoughts if {tag, end_of(tag)} <= tokens.keys()]

@@ -109,6 +109,12 @@ def test_grammar_forgets_withdrawn_tokens(session, vocabulary):
         grammar.take(token)
 
 
+def test_one_of_several_schemas_is_any_of_them(session):
+    kinds = [{"const": name} for name in ("circle", "square")]
+    answer = ask(session, sampling=Sampling(seed=1, max_new_tokens=20), json_schema=json.dumps({"oneOf": kinds}))
+    assert json.loads(answer.text) in ("circle", "square")
+
+
 @pytest.mark.parametrize("schema", ["{", '{"type": "obj"}', '{"$ref": "#/nowhere"}', "[]", '{"enum": []}'])
 def test_invalid_schemas_are_refused(session, schema):
     with pytest.raises(UsageError) as caught:
