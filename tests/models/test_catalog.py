@@ -93,9 +93,8 @@ def test_a_damaged_model_is_listed_with_its_problem(cache, tmp_path):
     damaged = copy_bundled(tmp_path / "a")
     (damaged / "model.safetensors").write_bytes(b"no")
     (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
-    (copy_bundled(tmp_path / "c") / paths.INDEX).write_text(
-        '{"metadata": {}, "weight_map": {"x": "model-1.safetensors"}}'
-    )
+    (copy_bundled(tmp_path / "c") / "model.safetensors").rename(tmp_path / "c" / "model-2.safetensors")
+    (tmp_path / "c" / paths.INDEX).write_text('{"metadata": {}, "weight_map": {"x": "model-1.safetensors"}}')
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header(("a", (4,), 0), values=[number("split.count", 2)]))
     problems = [model.problem for model in find([tmp_path])]
     expected = (
@@ -152,7 +151,9 @@ def test_a_typed_path_is_recognized(cache, tmp_path, monkeypatch):
     ],
 )
 def test_a_hostile_model_only_affects_its_own_row(cache, tmp_path, file, content):
-    (copy_bundled(tmp_path / "all" / "hostile") / file).write_text(content)
+    folder = copy_bundled(tmp_path / "all" / "hostile")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / file).write_text(content)
     copy_bundled(tmp_path / "all" / "whole")
     began = time.process_time()
     hostile, whole = find([tmp_path / "all"])[1:]

@@ -53,7 +53,7 @@ async def test_a_click_in_the_column_opens_a_conversation(running, config, width
     async with running(config, size=(width, 60)) as (app, pilot, until):
         column = app.chat.query_one(ConversationColumn)
         await until(lambda: app.controller._listed if is_shown else app.controller.archive._store)
-        await until(lambda: column.option_count == 1 + is_shown)
+        await until(lambda: column.option_count == 2 * is_shown)
         assert bool(column.display) == is_shown
         if is_shown:
             await pilot.click(column, offset=(3, 2))
