@@ -261,7 +261,8 @@ async def test_keys_reach_the_verdict_of_a_needle(running, size):
 def ends_with_verdict(app) -> bool:
     """Press End, again while the text still grows, until the verdict's last word is on the screen."""
     press(app, "end")
-    return shown(app, "#verdict").split()[-1] in text_of(app, app.screen.query_one("#verdict"))
+    words = shown(app, "#verdict").split()
+    return bool(words) and words[-1] in text_of(app, app.screen.query_one("#verdict"))
 
 
 def text_of(app, widget) -> str:

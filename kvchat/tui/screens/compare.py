@@ -25,6 +25,7 @@ from kvchat.tui.comparisons import FOUND, HEADINGS, MISSED, Comparisons, needle_
 from kvchat.tui.screens.base import Dialog, errors_as_toasts
 from kvchat.tui.state import RunningComparison
 from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.base import Paced
 from kvchat.units import count
 
 MARK = "▶"  # before the first token that the answers do not share
@@ -57,7 +58,8 @@ class CompareScreen(Dialog):
         super().__init__()
         self._comparisons = comparisons
         self.shown = shown
-        self._is_composed = False
+        # With rests, because Textual keeps a text's height if it changes again before its last change is laid out.
+        self._drawing = Paced(self, self._draw_shown)
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -74,15 +76,14 @@ class CompareScreen(Dialog):
                 yield Static(id="verdict", markup=False)
             yield KeyHints()
 
-    def on_mount(self) -> None:
-        self._is_composed = True
-        self.show()
-
     def on_resize(self) -> None:
         self.show()
 
     def show(self) -> None:
-        if self._is_composed:  # the engine may report before all widgets are mounted
+        self._drawing.request()
+
+    async def _draw_shown(self) -> None:
+        if self in self.app.screen_stack:  # its widgets are gone once it is closed
             self.draw(self.shown)
             self.refresh_bindings()
 
