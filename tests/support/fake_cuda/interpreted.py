@@ -16,6 +16,7 @@ from kvchat.models.fuse import kernels, modules
 
 # Operands of this many elements take minutes in the interpreter: torch computes the fused kernels' results instead.
 LARGE = 2**16
+MANY = 8  # tokens, for each of which the kernel that rotates heads runs again
 
 
 def install() -> None:
@@ -79,7 +80,7 @@ def _replace_large_fused_kernels() -> None:
         return (functional.silu(gate) * up).to(x.dtype)
 
     def some_rotate(query, key, cos, sin, norms=()):
-        if query.numel() < LARGE:
+        if query.numel() < LARGE and query.shape[2] <= MANY:
             return rotate(query, key, cos, sin, norms)
         normed = [normalized(x, *norm).float() for x, norm in zip((query, key), norms or [(None, 0)] * 2, strict=True)]
         return tuple(_rotated(x, cos.float(), sin.float()).to(query.dtype).contiguous() for x in normed)

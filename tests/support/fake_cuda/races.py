@@ -57,7 +57,8 @@ class Shadow:
             by[who] = number
             return
         if isinstance(before := by.get(who, 0), int):
-            by[who] = np.full(self.size, before, dtype=np.int32)
+            # Memory of zeros is mapped only where it is written: most of a pool never is.
+            by[who] = np.full(self.size, before, dtype=np.int32) if before else np.zeros(self.size, dtype=np.int32)
         by[who][at] = number
 
     def last(self, who: object) -> int:
