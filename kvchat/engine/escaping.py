@@ -1,6 +1,6 @@
 """Prevents text from becoming control tokens, whatever the tokenizer normalizes, strips or ignores.
 
-A conversation rendered with placeholders for its messages has only the template's own control tokens.
+Also marks where messages begin and end in a rendered conversation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EDGE = "\ufdd2"  # a Unicode noncharacter, never found in real text, without cas
 _NUMBERED = re.compile(f"{EDGE}([0-9]+){EDGE}")
 THOUGHT_END = "</think>"
 _THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
-# Text that templates search for in messages to decide how to render them: it stays outside the placeholders.
+# Text that templates search for in messages to decide how to render them: it stays outside the marks.
 _LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
 
@@ -76,29 +76,6 @@ def unknown(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(ids - {tokenizer.bos_token_id, tokenizer.eos_token_id})
 
 
-class Placeholders:
-    """Replaces the texts of one conversation by placeholders, and back."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def insert(self, content: str) -> str:
-        """Return ``content`` as placeholders; white space around them stays, because templates trim it."""
-        pieces = _LOOKED_FOR.split(content)
-        return "".join(piece if number % 2 else self._placeholder(piece) for number, piece in enumerate(pieces))
-
-    def restore(self, rendered: str) -> str | None:
-        """Return ``rendered`` with the texts; None if two texts touch, because together they may spell a token."""
-        return None if EDGE * 2 in rendered else _NUMBERED.sub(lambda found: self._texts[int(found[1])], rendered)
-
-    def _placeholder(self, text: str) -> str:
-        if not (said := text.strip()):
-            return text
-        self._texts.append(said)
-        before, _, after = text.partition(said)
-        return f"{before}{EDGE}{len(self._texts) - 1}{EDGE}{after}"
-
-
 class Edges:
     """Marks the beginning and end of each message's text in one conversation with twice the message's index.
 
@@ -150,8 +127,3 @@ def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
         else:
             return None
     return None if begun else ("".join(parts[::2]), said)
-
-
-def mask(rendered: str) -> str:
-    """Return ``rendered`` with a letter in place of each text."""
-    return _NUMBERED.sub("x", rendered)

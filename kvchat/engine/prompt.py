@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
-from itertools import count, product
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine import escaping
-from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, Placeholders, found_edges, mask
+from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, found_edges
 from kvchat.engine.template import TOOLS, ChatTemplate
 from kvchat.errors import ModelError, UsageError, check_known
 from kvchat.foreign_text import visible
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # role of a single turn that is the whole prompt and is not rendered by the template
 REASONING = "reasoning_content"  # field of a message whose thought came beside its text
-NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
 # A Unicode noncharacter like ``ESCAPE``: never found in real text, and removed from all input.
 GUARD = "\ufdd1"  # protects the outer white space of an answer: a template that trimmed it would prevent reuse
 PROBE = "kvchat-probe"
@@ -81,10 +79,9 @@ START = Anchor("", ())  # no prefix: the text is at the beginning
 class PromptEncoder:
     """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
 
-    Messages never produce control tokens: text that is spelled like one is tokenized as ordinary text. Control tokens
-    are those marked special, ``<|...|>`` tokens that finetunes forget to mark, and those that the template writes
-    around turns. Other added tokens are allowed: runs of spaces, HTML tags, ``<think>``, which templates search for in
-    answers. A message that the template changes into a control token (``</TURN>`` in lower case) is refused.
+    Text in messages that is spelled like a control token is tokenized as ordinary text. Control tokens are those marked
+    special, ``<|...|>`` tokens that finetunes forget to mark, and those that the template writes around turns. Other
+    added tokens are allowed: runs of spaces, HTML tags, ``<think>``, which templates search for in answers.
     ``variables`` are the template variables that the user set.
     """
 
@@ -138,8 +135,7 @@ class PromptEncoder:
         """Return the prompt of a conversation, reusing stored ids; ``stored`` is not modified.
 
         Raises:
-            UsageError: a role is unknown, there is nothing to answer, or the template refuses the turns or would turn
-                their text into control tokens.
+            UsageError: a role is unknown, there is nothing to answer, or the template refuses the turns.
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
@@ -266,39 +262,7 @@ class PromptEncoder:
         if not self._tokenizer.chat_template:
             return self._plain(turns, write)
         shown = _fold_system(turns) if self._folds_system else turns
-        if write is not str:
-            return self._apply_template(shown, write)
-        text = self._apply_template(shown)
-        self._refuse_injected(shown, text)
-        return text
-
-    def _refuse_injected(self, turns: Sequence[Turn], text: str) -> None:
-        """Refuse turns whose text the template would change into control tokens."""
-        placeholders = Placeholders()
-        own = self._apply_template(turns, placeholders.insert)
-        if placeholders.restore(own) == text or self._controls(text) == (known := self._controls(mask(own))):
-            return
-
-        def is_injected_by(last: int) -> bool:
-            """True if the texts of the turns up to index ``last`` add control tokens."""
-            numbers = count()
-
-            def write(text: str) -> str:
-                return text if next(numbers) <= last else placeholders.insert(text)
-
-            return self._controls(mask(self._apply_template(turns, write))) != known
-
-        last = bisect_left(range(len(turns) - 1), True, key=is_injected_by)
-        role, number = turns[last].role, sum(turn.role == turns[last].role for turn in turns[: last + 1])
-        place = "the system prompt" if role == "system" else f"{NAMES[role]} {number}"
-        raise UsageError(
-            f"The model's chat template would turn text in {place} into a control token.",
-            "It changes the case or spaces of messages, and text in this one then reads as such a token.",
-            f"Edit or delete {place}, or choose another model.",
-        )
-
-    def _controls(self, text: str) -> list[int]:
-        return [token for token in self._tokenize(text, START) if token in self._control]
+        return self._apply_template(shown, write)
 
     def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
         """Return the template's text, with ``write`` applied to each turn's text."""
