@@ -23,7 +23,6 @@ from kvchat.cli.output import note, progress, report, write
 from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.errors import KvchatError, UsageError, resolve
-from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
 from kvchat.paths import is_server
 from kvchat.protocol.figures import Params, Stats
@@ -208,7 +207,6 @@ def opened(load: Load) -> Session:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    check_address_space()
     try:
         checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
         progress("Starting torch")

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvchat import files, libraries
 from kvchat.errors import ContextFullError, EngineError, KvchatError, ModelError
-from kvchat.kv.memory.available import check_address_space
 from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
 from kvchat.protocol import figures, messages, wire
@@ -385,7 +384,6 @@ class Loader:
             from kvchat.remote import session
 
             return session.open_session(load, progress)
-        check_address_space()
         libraries.check(load.quantize, load.device)
         from kvchat.engine.session import open_session
 

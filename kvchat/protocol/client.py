@@ -45,12 +45,7 @@ class Crashed:
     @property
     def how(self) -> str:
         """The exit code in words: ``exit code 3``, ``killed by SIGKILL``."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:  # a real-time signal has no name
-            return f"killed by signal {-self.code}"
+        return f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name}"
 
     @property
     def lacked_memory(self) -> bool:

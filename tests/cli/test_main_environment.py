@@ -42,18 +42,16 @@ def connections(tmp_path, monkeypatch):
 
 def run(
     *arguments: str,
-    limit: int | None = None,
     file_limit: int | None = None,
     stdin: bytes = b"",
     folder: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[bytes]:
-    """``kvchat`` with limits on its address space and file sizes in bytes, and its own files in ``folder``."""
+    """``kvchat`` with a limit on its file sizes in bytes, and its own files in ``folder``."""
 
     def restrict() -> None:
-        for kind, most in ((resource.RLIMIT_AS, limit), (resource.RLIMIT_FSIZE, file_limit)):
-            if most is not None:
-                resource.setrlimit(kind, (most, most))
+        if file_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
     command = [sys.executable, "-m", "kvchat", *arguments]
     own = {"KVCHAT_DATA_DIR": str(folder), "KVCHAT_CONFIG": f"{folder}/config.toml"} if folder else {}
@@ -85,20 +83,6 @@ def test_line_mode_works_in_ascii_without_network(connections):
     assert speakers[-1] == b"[full"
     assert paths.log_file().read_text().count("\n") == 1, "only its start, nothing that libraries print"
     assert not connections.exists(), connections.read_text()
-
-
-@pytest.mark.parametrize("mebibytes", [100, 700])
-def test_too_little_memory_is_a_one_line_error(mebibytes):
-    result = run("ask", "Hello!", limit=mebibytes * 2**20)
-    assert (result.returncode, result.stdout) == (3, b"")
-    assert b"memory" in result.stderr
-    assert result.stderr.count(b"\n") == 1
-
-
-def test_the_chat_reports_too_little_memory_for_the_engine():
-    result = run("chat", "--plain", stdin=b"Hello!\n", limit=400 * 2**20)
-    assert b"memory" in result.stderr
-    assert b"restarted" not in result.stderr
 
 
 @pytest.mark.parametrize(

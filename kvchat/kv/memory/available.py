@@ -7,7 +7,6 @@ checked before each large allocation.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 # Maximum reserve for the framework, kernels' workspaces and the screen; otherwise 6 % of the free memory.
 MARGIN = 768 * 2**20
-LEAST_ADDRESSES = 1280 * 2**20  # least address space with which torch and the bundled model start on a CPU
 UNLIMITED = 2**60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
@@ -53,18 +51,6 @@ def container_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit | None:
     """Return the tightest memory limit on this process (cgroup v2 or v1); None if there is none or it is unreadable."""
     limits = [limit for limit in map(_limit, _groups(proc, cgroups)) if limit]
     return min(limits, key=lambda limit: limit.limit - limit.used, default=None)
-
-
-def check_address_space(limit: int | None = None) -> None:
-    """Refuse to start torch if ``RLIMIT_AS`` is too low: it would abort, or fail without mentioning memory."""
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
-    if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESSES:
-        raise DoesNotFitError(
-            "There is not enough memory to start a model.",
-            f"This process's limit (ulimit -v) allows {size(soft)} of address space; torch and the smallest model need "
-            f"{size(LEAST_ADDRESSES)}.",
-            "Raise the limit, or remove it with ulimit -v unlimited.",
-        )
 
 
 def _available(proc: Path) -> int:
