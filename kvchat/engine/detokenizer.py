@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvchat import thoughts
-from kvchat.models.tokenizer import explained_panics
 from kvchat.protocol.messages import Event, Finished, Text, Withdrawn
 
 if TYPE_CHECKING:
@@ -68,11 +67,7 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         if self._tokenizer.is_fast:
-            try:
-                return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
-            except BaseException:  # converted here, because entering the context manager at each token is slow
-                with explained_panics():
-                    raise
+            return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -47,7 +47,6 @@ from kvchat.models.ranks.group import Rank, Sums
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
-from kvchat.models.tokenizer import explained_panics, guarded
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
@@ -185,7 +184,6 @@ def load_model(load: Load, progress: Progress, meet: Callable[[ModelDescription]
                 compile_ahead.wait(progress, [PRODUCTS])  # needed by the tests
             progress("Preparing the model")
             with cores:
-                support.check_values(model, checkpoint.folder / checkpoint.gguf)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, load.fast, sums)
@@ -389,10 +387,10 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: str) -> tuple[Any, tuple[str, ...]]:
     """Load the tokenizer, with ``template`` in place of its own unless empty; also return notes for the user."""
-    with support.refuse_unreadable(checkpoint.name, "its tokenizer"), explained_panics():
+    with support.refuse_unreadable(checkpoint.name, "its tokenizer"):
         if checkpoint.gguf:
             built = tokenizers.build(described.gguf, checkpoint.name, template)
-            return guarded(built.tokenizer), built.notes
+            return built.tokenizer, built.notes
         _check_packages(checkpoint)
         tokenizer = _of_folder(checkpoint.folder)
     processors = checkpoint.folder / "chat_template.json"  # in older multimodal repositories
@@ -401,7 +399,7 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint, template: st
     if (named := tokenizer.chat_template) and isinstance(named, dict):
         named.setdefault("default", next(iter(named.values())))  # as for a GGUF file
     tokenizer.chat_template = template or tokenizer.chat_template
-    return guarded(tokenizer), ()
+    return tokenizer, ()
 
 
 def _check_packages(checkpoint: Checkpoint) -> None:

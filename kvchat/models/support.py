@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import operator
 import re
 import sys
@@ -42,7 +41,6 @@ from kvchat.units import count
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
-ROWS_AT_ONCE = 64
 # Tensors of compressed-tensors' checkpoints that quantize activations and K/V, not weights.
 OF_ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
@@ -182,23 +180,6 @@ def check_tensors(model: Any, source: Path, loading_info: dict[str, Any]) -> Non
     raise ModelError(f"The weights in {source} {wrong}.", detail, hint)
 
 
-def check_values(model: Any, source: Path) -> None:
-    """Check every weight of ``model``: the self-test reads only a few rows of the embeddings, and not all experts.
-
-    Nothing is copied; a CPU checks 2 to 4 GB/s. Quantized weights are left to the self-test, which reads all of them.
-
-    Raises:
-        ModelError: a weight is NaN or infinite.
-    """
-    for name, weight in model.named_parameters():
-        if type(weight) is nn.Parameter and weight.is_floating_point() and not _is_finite(weight.detach()):
-            raise ModelError(
-                f"The weights in {source} are damaged.",
-                f"{name} has values that are NaN or infinite.",
-                "Download the model again.",
-            )
-
-
 @contextmanager
 def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
     """Check that a forward of ``model`` in the block leaves its recurrent state in ``state``, where it can be copied.
@@ -246,12 +227,6 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
         f"transformers refuses {what}: {first}",
         "Choose another model, or a newer transformers.",
     )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    if weight.element_size() == 1:  # torch finds no extremes of 8-bit floats
-        return all(_is_finite(rows.bfloat16()) for rows in torch.split(weight, ROWS_AT_ONCE))
-    return not weight.numel() or all(math.isfinite(extreme) for extreme in map(float, torch.aminmax(weight)))
 
 
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:

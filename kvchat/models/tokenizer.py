@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -312,44 +311,3 @@ def check(tokenizer: Any, rows: int, name: str) -> list[str]:
             )
         notes.append(f"{counts}.")
     return notes
-
-
-def guarded(tokenizer: Any) -> Any:
-    """Return ``tokenizer``, whose calls, ``encode`` and ``decode`` raise ``ModelError`` if the library panics."""
-    kind = type(tokenizer)
-
-    class Guarded(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with explained_panics():
-                return super().__call__(*args, **kwargs)
-
-        def encode(self, *args: Any, **kwargs: Any) -> Any:
-            with explained_panics():
-                return super().encode(*args, **kwargs)
-
-        def decode(self, *args: Any, **kwargs: Any) -> Any:
-            with explained_panics():
-                return super().decode(*args, **kwargs)
-
-    Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    tokenizer.__class__ = Guarded
-    return tokenizer
-
-
-@contextmanager
-def explained_panics() -> Iterator[None]:
-    """Turn the library's panics, which are not ``Exception``s, into kvchat's own error.
-
-    Raises:
-        ModelError: the tokenizer failed.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        raise ModelError(
-            "The model's tokenizer fails on this text.",
-            f"Its message: {str(error)[:300]}.",
-            "Rephrase it, or choose another model.",
-        ) from None
