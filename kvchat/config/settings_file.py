@@ -1,7 +1,7 @@
 """Changes config.toml, and keeps the comments, the order and the layout that a person wrote.
 
-An existing key gets its new value in place. A new key replaces the comment that ``kvchat config init`` wrote for it, or
-else follows its table's header, or else goes into a new table at the end.
+An existing key gets its new value in place. A new key follows its table's header, or else goes into a new table at the
+end.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def _with(text: str, key: Key, value: Any) -> str:
             table[name] = value
     if found or value is None:
         return tomlkit.dumps(document)
-    wanted = {**flatten(tomli.loads(text)), key: value}
-    for inserted in (_in_place_of_comment(text, key, value), _below_header(text, key, value)):
-        with suppress(tomli.TOMLDecodeError):
-            if flatten(tomli.loads(inserted)) == wanted:
-                return inserted
+    inserted = _below_header(text, key, value)
+    with suppress(tomli.TOMLDecodeError):
+        if flatten(tomli.loads(inserted)) == {**flatten(tomli.loads(text)), key: value}:
+            return inserted
     table = document
     for name in key[:-1]:
         inside = isinstance(table, InlineTable)
@@ -68,18 +67,6 @@ def _find(document: Table, key: Key) -> tuple[Table, str] | None:
         if isinstance(table, MutableMapping) and name in table:
             return table, name
     return None
-
-
-def _in_place_of_comment(text: str, key: Key, value: Any) -> str:
-    """Return ``text`` with the comment ``# name = …`` in the key's table replaced by the setting."""
-    header = re.search(rf"^\[{re.escape('.'.join(key[:-1]))}\][^\n]*\n", text, re.MULTILINE)
-    if not header:
-        return text
-    end = re.compile(r"^\[", re.MULTILINE).search(text, header.end())
-    section = text[header.end() : end.start() if end else len(text)]
-    comment = re.compile(rf"^# ?{re.escape(key[-1])} =[^\n]*$", re.MULTILINE)
-    assigned = comment.sub(lambda _: _assignment(key, value), section, count=1)
-    return text[: header.end()] + assigned + text[header.end() + len(section) :]
 
 
 def _below_header(text: str, key: Key, value: Any) -> str:

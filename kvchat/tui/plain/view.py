@@ -27,7 +27,6 @@ from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, Switch
 from kvchat.tui.view import Find, Remedy, Severity
 from kvchat.units import count, size
 
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
 YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a longer wait is explained
 AT_ONCE_S = 0.02  # a terminal delivers the lines of a paste one by one, faster than anybody types
@@ -60,8 +59,6 @@ class PlainAnswer:
         self._folds = folds
         self._printed = 0  # characters of the unfolded text
         self._is_thought_noted = False
-        self._notes: list[tuple[int, str]] = []  # lines to print after at least this many characters
-        self.is_over = False
         self._ending: str | None = None
         self._last_wait = monotonic()
 
@@ -86,17 +83,6 @@ class PlainAnswer:
         self._printed = min(self._printed, len(unfolded(self.text, self._folds, self.thought)[1]))
         return withdrawn
 
-    def note(self, line: str) -> None:
-        """Print a line on its own, after the current sentence."""
-        if self._printed:
-            self._notes.append((self._printed, line))
-        else:
-            self._lines.line(line)
-
-    def drop_note(self, line: str) -> None:
-        """Drop a line that is not printed yet."""
-        self._notes = [note for note in self._notes if note[1] != line]
-
     def _print(self) -> None:
         """Print the new text; before it, once, the length of a thought that is left out."""
         thought, said = unfolded(self.text, self._folds, self.thought, self._ending)
@@ -105,29 +91,19 @@ class PlainAnswer:
             self._lines.line(f"[{described(thought)}]")
         if said and not self._printed:
             self._lines.text(MODEL)
-        while self._notes and (found := _SENTENCE_END.search(said, max(self._notes[0][0] - 1, 0))):
-            self._print_up_to(said, found.end())
-            self._lines.line(self._notes.pop(0)[1])
-        self._print_up_to(said, len(said))
-
-    def _print_up_to(self, said: str, end: int) -> None:
-        if end > self._printed:
-            self._lines.text(said[self._printed : end])
-            self._printed = end
+        if len(said) > self._printed:
+            self._lines.text(said[self._printed :])
+            self._printed = len(said)
 
     async def finish(self, message: Message, footer: str) -> None:
         self._ending = message.ending
         self._print()
         if not self.text:
             self._lines.text(f"{MODEL}{message.text}")
-        for _, line in self._notes:
-            self._lines.line(line)
         self._lines.line(f"[{footer}]")
-        self.is_over = True
 
     async def remove(self) -> None:
-        """Mark the answer as over; printed lines stay."""
-        self.is_over = True
+        """Do nothing: printed lines stay."""
 
 
 def unfolded(text: str, folds: bool, end: str, ending: str | None = None) -> tuple[str, str]:
@@ -143,21 +119,11 @@ def described(thought: str) -> str:
 class PlainSwitch(SwitchLine):
     """A switch; its line is printed when it happens, without speeds."""
 
-    def __init__(self, switched: Switched, speed: float | None, answer: PlainAnswer | None) -> None:
-        super().__init__(switched, speed)
-        self._answer = answer
-
     async def remove(self) -> None:
-        """Drop its line unless that has been printed."""
-        if self._answer is not None:
-            self._answer.drop_note(noted(self.switched))
+        """Do nothing: printed lines stay."""
 
     def show_line(self) -> None:
         """Do nothing: printed lines stay."""
-
-
-def noted(switched: Switched) -> str:
-    return f"[{describe_switch(switched, None, None)}]"
 
 
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
@@ -186,7 +152,6 @@ class PlainView:
         self.take_details: Callable[[Details], None] | None = None
         self._conversation = ""
         self._badges: set[str] = set()
-        self._answer: PlainAnswer | None = None
         self._lines = lines
         self._echoes = echoes
 
@@ -215,21 +180,17 @@ class PlainView:
         return PlainQuestion(line)
 
     async def add_answer(self) -> PlainAnswer:
-        self._answer = PlainAnswer(self._lines, self.folds_thoughts)
-        return self._answer
+        return PlainAnswer(self._lines, self.folds_thoughts)
 
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
-        """Print a switch, in an answer after the current sentence."""
+        """Print a switch, also in the middle of an answer."""
         self.add_way_back(switched)
-        return PlainSwitch(switched, speed, self._answer)
+        return PlainSwitch(switched, speed)
 
     def add_way_back(self, switched: Switched) -> None:
-        """Print a switch that undoes the last one, whose line may be printed already."""
+        """Print a switch that undoes the last one, whose line is printed already."""
         self.switches += 1
-        if self._answer is not None and not self._answer.is_over:
-            self._answer.note(noted(switched))
-        else:
-            self._lines.line(noted(switched))
+        self._lines.line(f"[{describe_switch(switched, None, None)}]")
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._lines.line(text + struck)
