@@ -21,7 +21,7 @@ from kvchat.engine.mode_switcher import AHEAD, ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, checked
+from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, checked, grammar_of
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.base import Level
@@ -230,9 +230,9 @@ class AnswerLoop(Released):
             self._switcher.check_prompt(len(prompt.ids))
             grammar = None
             if json_schema or must_call:
-                call = self.encoder.forced_call(must_call) if must_call else ""
+                allowed = self.encoder.forced_call(must_call) if must_call else ""
                 self._vocabulary = self._vocabulary or Vocabulary(self._model.tokenizer, self._model.vocab, self.ends)
-                grammar = Grammar(self._vocabulary, json_schema, call)
+                grammar = Grammar(self._vocabulary, allowed or grammar_of(json_schema))
             self.token_ids = []
             self._switcher.narrow()
             self.forget(prompt.reused)  # before the next calls, so that another conversation's pins do not count

@@ -11,8 +11,7 @@ about 1 us between them: by computation at most 1 % of an 8B model's token on an
 without it would have to be undone, and its slots filled again.
 
 A ``Grammar`` makes an answer follow a JSON schema or be a tool call: before each token, tokens that cannot continue it
-are ruled out.
-llguidance computes them on the CPU, once per token.
+are ruled out. llguidance computes them on the CPU, once per token.
 """
 
 from __future__ import annotations
@@ -224,23 +223,26 @@ class Vocabulary:
             raise UsageError("This model cannot be constrained to JSON.", f"Its tokenizer: {error}.", hint) from None
 
 
+def grammar_of(schema: str) -> str:
+    """Return the grammar of the JSON that matches ``schema``. Raises UsageError: it is not a JSON schema."""
+    from llguidance import LLMatcher
+
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=OF_JSON))
+    except ValueError as error:
+        raise _refused(str(error)) from None
+
+
 class Grammar:
     """The parser state of one answer."""
 
-    def __init__(self, vocabulary: Vocabulary, schema: str, lark: str = "") -> None:
-        """``lark`` is a grammar in llguidance's syntax, used instead of the JSON ``schema``.
-
-        Raises UsageError: ``schema`` is not a JSON schema, or llguidance does not support it.
-        """
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+        """``grammar`` is in llguidance's syntax. Raises UsageError: llguidance does not support it."""
         from llguidance import LLMatcher
 
         self._vocab = vocabulary.vocab
         self._bits = torch.arange(32)
         self._taken = 0
-        try:
-            grammar = lark or LLMatcher.grammar_from_json_schema(schema, overrides=OF_JSON)
-        except ValueError as error:
-            raise _refused(str(error)) from None
         self._matcher: Any = LLMatcher(vocabulary.tokens, grammar, log_level=0)
         if self._matcher.is_error():
             raise _refused(self._matcher.get_error())

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from kvchat import libraries, paths
 from kvchat.engine.prompt import PromptEncoder
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
-from kvchat.engine.sampler import Grammar, Vocabulary
+from kvchat.engine.sampler import Grammar, Vocabulary, grammar_of
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
@@ -94,7 +94,7 @@ def vocabulary(session):
 
 
 def test_grammar_forgets_withdrawn_tokens(session, vocabulary):
-    grammar, logits = Grammar(vocabulary, SCHEMA), torch.zeros(session._model.vocab)
+    grammar, logits = Grammar(vocabulary, grammar_of(SCHEMA)), torch.zeros(session._model.vocab)
     states, drawn = [], []
     for _ in range(12):
         states.append(grammar.masked(logits))
@@ -167,7 +167,7 @@ def test_a_forced_call_is_written_with_the_models_tokens_after_any_thought():
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
     def num_taken(text: str) -> int:
-        grammar, logits = Grammar(vocabulary, "", lark), torch.zeros(len(tokenizer))
+        grammar, logits = Grammar(vocabulary, lark), torch.zeros(len(tokenizer))
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         for number, token in enumerate(ids):
             if not grammar.masked(logits)[token].isfinite():
@@ -189,7 +189,7 @@ def test_a_forced_call_may_contain_what_is_spelled_like_a_control_token():
     parameters = {"properties": {"mark": {"enum": [end, tokenizer.bos_token]}}}
     tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
     lark = PromptEncoder(tokenizer, {"tools": tools}).forced_call(["cut"])
-    grammar = Grammar(Vocabulary(tokenizer, len(tokenizer), {tokenizer.eos_token_id}), "", lark)
+    grammar = Grammar(Vocabulary(tokenizer, len(tokenizer), {tokenizer.eos_token_id}), lark)
     call = f'<tool_call>\n{{"name": "cut", "arguments": {{"mark": "{end}"}}}}\n</tool_call>'
     for token in tokenizer.encode(call, add_special_tokens=False, split_special_tokens=True):
         assert grammar.masked(torch.zeros(len(tokenizer)))[token].isfinite()
