@@ -325,7 +325,8 @@ def test_ranks_stay_in_sync_wherever_memory_runs_out(two, operation, mode, rank,
             titles.add(error.title)
             assert two.total >= TOKENS - 31
             assert two.info.mode == mode
-            check_in_sync(two)
+            if len(places) == 1:  # the refill may fail too and is then left to the next step
+                check_in_sync(two)
             run(two)
         check_in_sync(two)
         assert (two.total, two.info.mode) == (total, entered)

@@ -141,12 +141,11 @@ class HeadMap(Chart):
 
     def lines(self, width: int) -> list[Content]:
         """Return a line for each row of heads, and below them the smallest and largest count of a head."""
-        d, counts = self.details, self.counts
-        if not d.total or not counts:
+        d, every = self.details, [tokens for layer in self.counts for tokens in layer]
+        if not d.total or not every:
             return [Content(NOTHING_STORED)]
         grid = layout(*_shape(d), max(width - HEAD_LABEL_WIDTH, 1), self._max_rows)
         lines = [self._row(grid, row) for row in range(len(grid.heads) - 1)]
-        every = [tokens for layer in counts for tokens in layer]
         least, most = min(every), max(every)
         span = count(least) if least == most else f"{count(least)} to {count(most)}"
         return [*lines, Content.assemble(f"{span} of {count(d.total, 'token')} a head", (grid.note, "dim"))]

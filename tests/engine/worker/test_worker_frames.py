@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -57,6 +58,10 @@ class Engine(Child):
     """A worker in a thread; ``talk`` sends frames and returns the events until they are done."""
 
     asked = 0
+
+    def __init__(self, loader: Loader, clock: Callable[[], float]) -> None:
+        super().__init__(loader, clock)
+        self.events = io.BufferedReader(self.events)  # a pipe gives a large event in parts
 
     def talk(self, *frames: bytes) -> list[Event]:
         self.asked += 1
