@@ -247,11 +247,12 @@ class ModelRunner:
             self.kv.end_at(row)
 
     def forward_chunk(self, chunk: Sequence[int], logits: bool, rows: int = 1) -> Tensor | None:
-        device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
+        device = self.model.device
         with torch.inference_mode():
             try:
                 with self._together(len(chunk)):
                     self.kv.begin_prefill(len(chunk), verifies=rows > 1)
+                    start = self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
                     positions = torch.arange(start, start + len(chunk), device=device)
                     found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
                     self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])

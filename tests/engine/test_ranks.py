@@ -275,7 +275,7 @@ def pin(session: Session) -> None:
 def truncate(session: Session) -> None:
     if session.total == TOKENS:
         session.truncate(TOKENS - 30)
-    else:  # its last token could not be recomputed
+    elif session.total < TOKENS - 30:  # its last token could not be recomputed
         session.prefill(IDS[session.total : TOKENS - 30])
 
 

@@ -56,6 +56,8 @@ def places_of(count: int, case: str, cost: int = 1) -> Iterator[tuple[int, ...]]
 
     In the long form the places are evenly spaced, and ``cost`` times fewer; a step of a tiny model costs 1.
     """
+    if not count:
+        return
     dice = random.Random(case)
     chosen: Iterable[int] = sorted(dice.sample(range(1, count + 1), 1))
     if PLACES:
