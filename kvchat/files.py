@@ -14,6 +14,9 @@ import tempfile
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
+
+import tomli
 
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.units import size
@@ -46,6 +49,21 @@ def load(path: Path, limit: int | None = None) -> bytes:
     except (OSError, ValueError) as error:
         raise unreadable(str(path), error) from None
     return raw if limit is None else limited(raw, limit, str(path))
+
+
+def toml(text: str) -> dict[str, Any]:
+    """Return the values of a TOML text.
+
+    Raises:
+        tomli.TOMLDecodeError: it is not TOML; for a value that needs quotes, the message says so.
+    """
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        if error.msg != "Invalid value":
+            raise
+        advice = "Invalid value: write text in quotes, true and false in lowercase"
+        raise tomli.TOMLDecodeError(advice, error.doc, error.pos) from None
 
 
 def limited(raw: bytes, limit: int, name: str) -> bytes:

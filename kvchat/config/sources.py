@@ -104,7 +104,7 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     name = name or path.name
     try:
         text = files.decoded(files.read(path), name)
-        values = flatten(tomli.loads(text))
+        values = flatten(files.toml(text))
     except (FileNotFoundError, NotADirectoryError):  # HOME=/dev/null is not a folder
         return SettingsSource()
     except OSError as error:
@@ -245,7 +245,7 @@ def _refusal(source: SettingsSource, details: ErrorDetails, model: type[BaseMode
 def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
     value, kind = json.dumps(details["input"], ensure_ascii=False, default=str), details["type"]
     if kind == "extra_forbidden":
-        return f"there is no such setting.{_near(key[-1], _siblings(model, key))}"
+        return f"there is no such setting.{_near(key[-1], _siblings(model, key)) or _elsewhere(model, key[-1])}"
     if kind.startswith("model_"):
         return f"a table [{'.'.join(key)}] is expected, not {value}."
     field = field_at(model, key)
@@ -258,6 +258,12 @@ def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:
     parent = field_at(model, key[:-1])
     section = parent.annotation if parent else model
     return section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else ()
+
+
+def _elsewhere(model: type[BaseModel], name: str) -> str:
+    """Return which sections have a setting of this name."""
+    sections = ", ".join(f"[{'.'.join(known[:-1])}]" for known, _ in leaves(model) if known[-1] == name)
+    return f' "{name}" belongs in {sections}.' if sections else ""
 
 
 def _near(given: str, known: Iterable[str]) -> str:

@@ -26,6 +26,8 @@ UNAVAILABLE = {
     SGLANG: "needs --enable-metrics",
 }
 NONE = "the server has no metrics"
+SILENT = "the server does not answer"
+UNREADABLE = "/metrics cannot be read"
 
 
 class Samples:
@@ -82,8 +84,10 @@ class MetricsReader:
                 slots = [slot for slot in (reply.json() if reply.is_success else []) if isinstance(slot, dict)]
                 capacity, used = (sum(whole(slot.get(of)) for slot in slots) for of in ("n_ctx", "n_prompt_tokens"))
                 figures = replace(figures, capacity=capacity or None, used_share=_share(used, capacity))
-        except (httpx2.HTTPError, ValueError) as error:
-            return replace(empty, missing=f"{type(error).__name__}: {error}"[:100])
+        except httpx2.HTTPError:
+            return replace(empty, missing=SILENT)
+        except ValueError:  # of a parser
+            return replace(empty, missing=UNREADABLE)
         speed = self._speed(generated) if figures.tokens_per_s is None else figures.tokens_per_s
         return replace(figures, tokens_per_s=speed)
 

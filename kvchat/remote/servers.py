@@ -153,7 +153,7 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     if mode & 0o077:
         raise UsageError(f"{file} can be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
     try:
-        keys = {parse(name).root: key for name, key in tomli.loads(text).items()}
+        keys = {parse(name).root: key for name, key in files.toml(text).items()}
     except tomli.TOMLDecodeError as error:
         raise UsageError(f"{file} is not a list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
     key = keys.get(address.root, environ.get(KEY, ""))

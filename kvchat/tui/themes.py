@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import tomli
 from rich.console import Console
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
@@ -67,7 +66,7 @@ def load(path: Path) -> Theme:
         UsageError: the file cannot be read, is not TOML or has a wrong field or color; the message has file and reason.
     """
     try:
-        fields = {"name": path.stem, **tomli.loads(unmarked(files.read(path).decode()))}
+        fields = {"name": path.stem, **files.toml(unmarked(files.read(path).decode()))}
         _check(fields)
         theme = Theme(**fields)
         # Readable hints; for a theme of the terminal's colors the variables that Textual's style sheets need.

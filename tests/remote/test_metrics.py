@@ -9,7 +9,7 @@ from support.fake_server import FakeServer
 
 from kvchat.protocol.figures import ServerFigures
 from kvchat.remote import servers
-from kvchat.remote.metrics import MetricsReader, Samples
+from kvchat.remote.metrics import SILENT, MetricsReader, Samples
 from kvchat.remote.servers import parse
 
 
@@ -159,7 +159,7 @@ def test_unavailable_metrics_have_a_reason(reading, kind, metrics):
 def test_metrics_of_a_server_that_is_gone_have_a_reason(reading):
     one = reading(servers.VLLM, vllm(1))
     one.server.__exit__()
-    assert one.read().missing
+    assert one.read().missing == SILENT
 
 
 def test_numbers_out_of_range_are_left_out(reading):

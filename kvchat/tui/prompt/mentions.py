@@ -207,7 +207,7 @@ def _is_meant(found: re.Match[str]) -> bool:
 
 
 def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))
+    return os.path.lexists(os.path.expanduser(name))  # reading a link that leads nowhere says what is wrong with it
 
 
 class Entry(NamedTuple):

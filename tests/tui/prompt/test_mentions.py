@@ -104,6 +104,15 @@ def test_a_wrong_path_is_refused_with_a_suggestion(text, reason):
     assert reason in str(refused.value)
 
 
+def test_a_link_that_leads_nowhere_is_not_suggested_in_its_own_place(folder):
+    (folder / "dangling.md").symlink_to(folder / "gone.md")
+    (folder / "circle.md").symlink_to(folder / "circle.md")
+    for name in ("dangling.md", "circle.md"):
+        with pytest.raises(KvchatError, match="cannot be read") as refused:
+            attached(f"@{name}")
+        assert "mean" not in str(refused.value)
+
+
 def test_the_size_limit_covers_all_files_together():
     assert attached("@notes.txt @sub/Deep.py", limit=26).count("File ") == 2
     with pytest.raises(KvchatError, match=r"sub/Deep\.py"):
