@@ -192,6 +192,7 @@ def main(dtype: str) -> None:
     The process ends with its parent.
     """
     process.die_with_parent()
+    process.postpone_full_collections()
     commands, done = process.claim_stdio()
     named: queue.SimpleQueue[str] = queue.SimpleQueue()
 
