@@ -261,7 +261,12 @@ def wrap(
 def _test(model: Any, name: str) -> tuple[bool, Tensor]:
     """Compare the model with transformers' own forward; return its ``reads_chunks`` and ``sample_logits``."""
     chunked = reads_chunks(model)
-    selftest(model, chunked=chunked)
+    try:
+        selftest(model, chunked=chunked)
+    except ModelError:
+        if model.dtype != torch.float16 and not modules.sample_logits(model).isfinite().all():
+            raise support.damaged(name) from None
+        raise
     plain = modules.sample_logits(model)
     if model.dtype == torch.float16 and not plain.isfinite().all():
         raise overflows(name)

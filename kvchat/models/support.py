@@ -229,6 +229,15 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
     )
 
 
+def damaged(name: str) -> ModelError:
+    """Return the error for weights with which a model computes no finite logits."""
+    return ModelError(
+        f"The weights of {name} are damaged.",
+        "With them the model's logits are NaN or infinite.",
+        "Download the model again.",
+    )
+
+
 def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """Yield the ``unexpected`` tensors that the decoder would have used.
 

@@ -305,7 +305,6 @@ HOSTILE = {
     "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
     "unknown rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
     "unknown activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
-    "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
     "empty tokenizer": lambda it: (it / "tokenizer.json").write_text(""),
 }
 
@@ -318,6 +317,13 @@ def test_a_hostile_model_is_refused_quickly(llama_folder, damage):
         load_model(Load(str(llama_folder), "cpu"), silent)
     assert time.process_time() - began < 10
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite_are_damaged(llama_folder, name):
+    edit_tensor(llama_folder, name, lambda weight: weight.index_fill(0, torch.tensor(len(weight) - 1), torch.nan))
+    with pytest.raises(ModelError, match="damaged"):
+        load_model(Load(str(llama_folder), "cpu"), silent)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
